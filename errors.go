@@ -1,0 +1,94 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+)
+
+// apiError is an error that the client is told of: the Error object of the interface. Any other error
+// stays in the log, see toAPIError.
+type apiError struct {
+	Code    string `json:"code"`    // one of errorCodes
+	Message string `json:"message"` // for a person to read
+	Status  int    `json:"status"`  // the HTTP status of the response
+}
+
+func (e *apiError) Error() string { return e.Message }
+
+// errorCodes holds the machine-readable code of each status that an error is answered with.
+// Clients rely on them.
+var errorCodes = map[int]string{
+	http.StatusBadRequest:            "invalid_request",
+	http.StatusUnauthorized:          "unauthorized",
+	http.StatusNotFound:              "not_found",
+	http.StatusMethodNotAllowed:      "method_not_allowed",
+	http.StatusRequestTimeout:        "request_timeout",
+	http.StatusRequestEntityTooLarge: "body_too_large",
+	http.StatusUnsupportedMediaType:  "unsupported_media_type",
+	http.StatusUnprocessableEntity:   "idempotency_key_reused",
+	http.StatusInternalServerError:   "internal",
+	http.StatusServiceUnavailable:    "unavailable",
+}
+
+// newError returns the apiError of status, which must be in errorCodes.
+func newError(status int, format string, args ...any) *apiError {
+	return &apiError{Code: errorCodes[status], Message: fmt.Sprintf(format, args...), Status: status}
+}
+
+// toAPIError returns what the client may know of err: all of an apiError, the meaning of the store's
+// errors, and nothing of any other.
+func toAPIError(err error) *apiError {
+	if e, ok := errors.AsType[*apiError](err); ok {
+		return e
+	}
+	switch {
+	case errors.Is(err, errNotFound):
+		return newError(http.StatusNotFound, "no such animal")
+	case errors.Is(err, errKeyReused):
+		return newError(http.StatusUnprocessableEntity, "this Idempotency-Key was used for another animal")
+	case errors.Is(err, errUnavailable):
+		return newError(http.StatusServiceUnavailable, "the store is not available; try again")
+	}
+	return newError(http.StatusInternalServerError, "internal error")
+}
+
+// writeError answers with what toAPIError makes of err.
+func writeError(w http.ResponseWriter, err error) {
+	e := toAPIError(err)
+	if e.Status == http.StatusServiceUnavailable {
+		w.Header().Set("Retry-After", "1") // seconds
+	}
+	body, _ := json.Marshal(e) // strings and an int: cannot fail
+	writeBody(w, e.Status, append(body, '\n'))
+}
+
+// faults gathers all that is wrong with one request, so that its author can mend it in one go.
+type faults []string
+
+func (f *faults) add(format string, args ...any) { *f = append(*f, fmt.Sprintf(format, args...)) }
+
+// err returns a 400 that names the faults (the first few and a count where there are very many),
+// or nil if there are none.
+func (f faults) err() error {
+	const most = 10
+	if len(f) == 0 {
+		return nil
+	}
+	message := strings.Join(f[:min(len(f), most)], "; ")
+	if len(f) > most {
+		message += fmt.Sprintf("; and %d more", len(f)-most)
+	}
+	return newError(http.StatusBadRequest, "%s", message)
+}
+
+// quote returns s, which a client sent, in quotes and short enough for a message.
+func quote(s string) string {
+	const most = 64
+	if len(s) > most {
+		return fmt.Sprintf("%q...", s[:most])
+	}
+	return fmt.Sprintf("%q", s)
+}

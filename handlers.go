@@ -1,0 +1,323 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"mime"
+	"net/http"
+	"net/url"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"unicode"
+	"unicode/utf16"
+	"unicode/utf8"
+)
+
+const (
+	defaultLimit = 20       // animals on a page
+	maxLimit     = 100      // animals on a page
+	maxName      = 255      // characters
+	maxKey       = 255      // bytes of an Idempotency-Key
+	maxBody      = 64 << 10 // bytes
+)
+
+var petStatuses = []string{"available", "pending", "sold"}
+
+// listPets answers GET /v1/pets: the animals that the query asks for, with a Link to the next page if there
+// is one (RFC 8288).
+func (s *server) listPets(w http.ResponseWriter, r *http.Request) error {
+	query, parseErr := url.ParseQuery(r.URL.RawQuery)
+	page, err := parsePage(query, parseErr)
+	if err != nil {
+		return err
+	}
+	pets, more, err := s.store.list(context.WithoutCancel(r.Context()), page.status, page.after, page.limit)
+	if err != nil {
+		return err
+	}
+	if more {
+		query.Set("after", strconv.FormatInt(pets[len(pets)-1].ID, 10))
+		w.Header().Set("Link", "</v1/pets?"+query.Encode()+`>; rel="next"`)
+	}
+	return writeJSON(w, http.StatusOK, pets)
+}
+
+// createPet answers POST /v1/pets: it stores the animal in the body and returns it with its id.
+func (s *server) createPet(w http.ResponseWriter, r *http.Request) error {
+	if err := requireJSON(r.Header); err != nil {
+		return err
+	}
+	key, err := idempotencyKey(r.Header)
+	if err != nil {
+		return err
+	}
+	body, err := readBody(w, r)
+	if err != nil {
+		return err
+	}
+	animal, err := parseNewPet(body)
+	if err != nil {
+		return err
+	}
+	created, replayed, err := s.store.create(callOf(r).caller, key, animal)
+	if err != nil {
+		return err
+	}
+	w.Header().Set("Location", "/v1/pets/"+strconv.FormatInt(created.ID, 10))
+	if replayed {
+		w.Header().Set("Idempotency-Replayed", "true")
+	}
+	return writeJSON(w, http.StatusCreated, created)
+}
+
+// getPet answers GET /v1/pets/{petId}: the animal with that id.
+func (s *server) getPet(w http.ResponseWriter, r *http.Request) error {
+	petID := r.PathValue("petId")
+	id, ok := parseInt(petID)
+	if !ok {
+		return newError(http.StatusNotFound, "animal %s does not exist: an id is an integer", quote(petID))
+	}
+	found, err := s.store.get(context.WithoutCancel(r.Context()), id)
+	if errors.Is(err, errNotFound) {
+		return newError(http.StatusNotFound, "animal %d does not exist", id)
+	}
+	if err != nil {
+		return err
+	}
+	return writeJSON(w, http.StatusOK, found)
+}
+
+// page is what a list is asked for.
+type page struct {
+	limit  int
+	status string // "" for any
+	after  int64  // the last id of the page before
+}
+
+// parsePage reads the query of a list, given with the error that parsing it returned. It takes nothing that
+// it does not understand to the letter: a typo that lists other animals is worse than an error.
+func parsePage(query url.Values, parseErr error) (page, error) {
+	p := page{limit: defaultLimit}
+	var f faults
+	if parseErr != nil {
+		f.add("the query string is malformed")
+	}
+	for _, name := range slices.Sorted(maps.Keys(query)) {
+		value := query[name][0]
+		n, isInt := parseInt(value)
+		switch name {
+		case "limit":
+			if p.limit = int(n); !isInt || n < 1 || n > maxLimit {
+				f.add("limit must be an integer from 1 to %d", maxLimit)
+			}
+		case "status":
+			if p.status = value; !slices.Contains(petStatuses, value) {
+				f.add("status must be %s", oneOf(petStatuses))
+			}
+		case "after":
+			if p.after = n; !isInt || n < 0 {
+				f.add("after must be an integer from 0 to 9223372036854775807, the last id of the page before")
+			}
+		default:
+			f.add("unknown parameter %s", quote(name))
+			continue
+		}
+		if len(query[name]) > 1 {
+			f.add("%s must be given once", name)
+		}
+	}
+	return p, f.err()
+}
+
+// parseInt reads an int64 in its canonical form: what strconv.FormatInt writes, and nothing else.
+func parseInt(s string) (int64, bool) {
+	n, err := strconv.ParseInt(s, 10, 64)
+	return n, err == nil && strconv.FormatInt(n, 10) == s
+}
+
+// oneOf lists the words for a message.
+func oneOf(words []string) string {
+	last := len(words) - 1
+	return strings.Join(words[:last], ", ") + " or " + words[last]
+}
+
+// requireJSON returns a 415 unless the Content-Type is application/json or absent.
+func requireJSON(header http.Header) error {
+	values := header["Content-Type"]
+	if len(values) == 0 {
+		return nil
+	}
+	mediaType, _, err := mime.ParseMediaType(values[0])
+	if err != nil || mediaType != "application/json" || len(values) > 1 {
+		return newError(http.StatusUnsupportedMediaType, "Content-Type must be application/json")
+	}
+	return nil
+}
+
+// idempotencyKey returns the request's Idempotency-Key, or "" if it has none.
+func idempotencyKey(header http.Header) (string, error) {
+	values := header["Idempotency-Key"]
+	if len(values) == 0 {
+		return "", nil
+	}
+	key := values[0]
+	visible := !strings.ContainsFunc(key, func(r rune) bool { return r < '!' || r > '~' })
+	if len(values) > 1 || key == "" || len(key) > maxKey || !visible {
+		return "", newError(http.StatusBadRequest,
+			"Idempotency-Key must be given once, as 1 to %d visible ASCII characters", maxKey)
+	}
+	return key, nil
+}
+
+// errBodyTooLarge answers a body of more than maxBody bytes.
+var errBodyTooLarge = newError(http.StatusRequestEntityTooLarge, "the request body is larger than %d bytes", maxBody)
+
+// readBody returns the request's body, of maxBody bytes at most.
+func readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
+	if r.ContentLength > maxBody {
+		return nil, errBodyTooLarge // before a client that expects 100-continue sends it
+	}
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
+	if err == nil {
+		return body, nil
+	}
+	if _, ok := errors.AsType[*http.MaxBytesError](err); ok {
+		return nil, errBodyTooLarge
+	}
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		return nil, newError(http.StatusRequestTimeout, "the request body did not arrive in time")
+	}
+	return nil, newError(http.StatusBadRequest, "the request body ended early")
+}
+
+// parseNewPet reads body as a NewPet. It names all the faults that it finds. encoding/json alone would take
+// members in another case, repeated ones and null, and replace what is not Unicode.
+func parseNewPet(body []byte) (newPet, error) {
+	p := newPet{Status: "available"}
+	var f faults
+	if !utf8.Valid(body) {
+		f.add("the body must be UTF-8")
+		return p, f.err()
+	}
+	if !json.Valid(body) || bytes.TrimLeft(body, " \t\r\n")[0] != '{' {
+		f.add("the body must be one JSON object")
+		return p, f.err()
+	}
+	seen := map[string]bool{}
+	dec := json.NewDecoder(bytes.NewReader(body))
+	dec.Token() // the brace; json.Valid has ruled out errors from here on
+	for dec.More() {
+		token, _ := dec.Token()
+		name := token.(string)
+		var value json.RawMessage
+		dec.Decode(&value)
+		if seen[name] {
+			f.add("%s must be given once", quote(name))
+			continue
+		}
+		seen[name] = true
+		if rule := p.set(name, value); rule != "" {
+			f.add("%s", rule)
+		}
+	}
+	for _, name := range []string{"name", "categoryId"} {
+		if !seen[name] {
+			f.add("%s is required", name)
+		}
+	}
+	return p, f.err()
+}
+
+// set gives the member called name its JSON value. If that breaks a rule it returns the rule.
+func (p *newPet) set(name string, value json.RawMessage) (rule string) {
+	var ok bool
+	switch name {
+	case "name":
+		if p.Name, ok = parseName(value); !ok {
+			return fmt.Sprintf("name must be a string of 1 to %d characters, not all white space, "+
+				"without U+0000 or unpaired surrogates", maxName)
+		}
+	case "categoryId":
+		if p.CategoryID, ok = parseInt(string(value)); !ok {
+			return "categoryId must be an integer from -9223372036854775808 to 9223372036854775807, " +
+				"with no fraction, exponent or quotes"
+		}
+	case "status":
+		p.Status = "" // which null would leave as it is
+		if json.Unmarshal(value, &p.Status) != nil || !slices.Contains(petStatuses, p.Status) {
+			return "status must be " + oneOf(petStatuses)
+		}
+	default:
+		return "unknown member " + quote(name)
+	}
+	return ""
+}
+
+// parseName reads the JSON value of a name, and reports whether it is one.
+func parseName(value json.RawMessage) (name string, ok bool) {
+	if value[0] != '"' || hasUnpairedSurrogate(value) || json.Unmarshal(value, &name) != nil {
+		return "", false
+	}
+	length := utf8.RuneCountInString(name)
+	blank := strings.TrimFunc(name, unicode.IsSpace) == ""
+	return name, length >= 1 && length <= maxName && !blank && !strings.ContainsRune(name, 0)
+}
+
+// hasUnpairedSurrogate reports whether the JSON string escapes one half of a UTF-16 surrogate pair without
+// the other, which stands for no character and which encoding/json would replace with U+FFFD.
+func hasUnpairedSurrogate(s []byte) bool {
+	for i := 0; i < len(s); i++ {
+		if s[i] != '\\' {
+			continue
+		}
+		i++ // to what is escaped
+		r := escapedUnit(s[i:])
+		if !utf16.IsSurrogate(r) {
+			continue
+		}
+		const low = len(`uD83D\`) // from one half to the other
+		if s[i+low-1] != '\\' || utf16.DecodeRune(r, escapedUnit(s[i+low:])) == unicode.ReplacementChar {
+			return true
+		}
+		i += low
+	}
+	return false
+}
+
+// escapedUnit returns the UTF-16 code unit that s, from behind a backslash in a JSON string, begins with: uXXXX.
+// It returns 0 if s is another escape.
+func escapedUnit(s []byte) rune {
+	if s[0] != 'u' {
+		return 0
+	}
+	unit, _ := strconv.ParseUint(string(s[1:5]), 16, 16)
+	return rune(unit)
+}
+
+// writeJSON answers with v.
+func writeJSON(w http.ResponseWriter, status int, v any) error {
+	var b bytes.Buffer
+	enc := json.NewEncoder(&b)
+	enc.SetEscapeHTML(false)
+	if err := enc.Encode(v); err != nil {
+		return err
+	}
+	writeBody(w, status, b.Bytes())
+	return nil
+}
+
+// writeBody answers with body, which is JSON.
+func writeBody(w http.ResponseWriter, status int, body []byte) {
+	h := w.Header()
+	h["Content-Type"] = isJSON
+	h["Content-Length"] = []string{strconv.Itoa(len(body))}
+	w.WriteHeader(status)
+	w.Write(body) // an error means that the client is gone
+}

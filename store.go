@@ -1,0 +1,683 @@
+package main
+
+import (
+	"context"
+	"database/sql"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net/url"
+	"os"
+	"path/filepath"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"modernc.org/sqlite"
+	sqlite3 "modernc.org/sqlite/lib"
+)
+
+// What the store's methods return, wrapped, for errors.Is to tell apart.
+var (
+	errNotFound    = errors.New("no such animal")
+	errKeyReused   = errors.New("the idempotency key was used for another animal")
+	errUnavailable = errors.New("the store is unavailable") // for now, and nothing was stored
+)
+
+const (
+	busyTimeout   = 5 * time.Second        // wait while another program holds the database locked
+	queueTimeout  = 7 * time.Second        // wait of a create for its turn; it is to be answered within 8 s
+	queueLength   = 4096                   // creates that wait at most, at a few hundred bytes each
+	watchInterval = 250 * time.Millisecond // between looks for edits from outside, which are to show within 1 s
+	keyLifetime   = 24 * time.Hour         // for which an idempotency key is remembered
+	purgeInterval = time.Minute            // between deletions of those no longer remembered
+	purgeBatch    = 500                    // of them deleted at once: a few milliseconds that creates wait
+	walKept       = 64 << 20               // bytes of the write-ahead log that outlive a checkpoint, to be used again
+
+	applicationID = 0x50657473 // "Pets": marks a database as this service's
+	schemaVersion = 1          // PRAGMA user_version
+)
+
+// schema makes a new database. The CHECK constraints hold edits from outside to the rules of the API, white
+// space being what unicode.IsSpace says it is.
+var schema = fmt.Sprintf(`
+CREATE TABLE pets (
+	id INTEGER PRIMARY KEY AUTOINCREMENT CHECK (id > 0), -- AUTOINCREMENT: no id is used twice
+	name TEXT NOT NULL CHECK (length(name) BETWEEN 1 AND 255 AND instr(name, char(0)) = 0
+		AND trim(name, char(9, 10, 11, 12, 13, 32, 133, 160, 5760, 8192, 8193, 8194, 8195, 8196, 8197, 8198,
+			8199, 8200, 8201, 8202, 8232, 8233, 8239, 8287, 12288)) <> ''),
+	category_id INTEGER NOT NULL,
+	status TEXT NOT NULL DEFAULT 'available' CHECK (status IN ('available', 'pending', 'sold'))
+) STRICT;
+CREATE INDEX pets_by_status ON pets (status); -- and by id within a status, as in every SQLite index
+
+CREATE TABLE idempotency_keys ( -- and the answers first given for them
+	caller BLOB NOT NULL,       -- SHA-256 sum of the API key
+	key TEXT NOT NULL,
+	created INTEGER NOT NULL,   -- Unix time, seconds
+	id INTEGER NOT NULL,
+	name TEXT NOT NULL,
+	category_id INTEGER NOT NULL,
+	status TEXT NOT NULL,
+	PRIMARY KEY (caller, key)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX idempotency_keys_by_age ON idempotency_keys (created);
+
+PRAGMA application_id = %d;
+PRAGMA user_version = %d;`, applicationID, schemaVersion)
+
+const (
+	listSQL         = `SELECT id, name, category_id, status FROM pets WHERE id > ? ORDER BY id LIMIT ?`
+	listByStatusSQL = `SELECT id, name, category_id, status FROM pets WHERE status = ? AND id > ? ORDER BY id LIMIT ?`
+	getSQL          = `SELECT id, name, category_id, status FROM pets WHERE id = ?`
+	insertPetSQL    = `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`
+	findKeySQL      = `SELECT id, name, category_id, status FROM idempotency_keys
+		WHERE caller = ? AND key = ? AND created > ?`
+	insertKeySQL = `REPLACE INTO idempotency_keys (caller, key, created, id, name, category_id, status)
+		VALUES (?, ?, ?, ?, ?, ?, ?)`
+	purgeSQL = `DELETE FROM idempotency_keys WHERE (caller, key) IN
+		(SELECT caller, key FROM idempotency_keys WHERE created <= ? ORDER BY created LIMIT ?)`
+)
+
+// newPet is an animal without an id: the interface's NewPet with its status filled in.
+type newPet struct {
+	Name       string `json:"name"`
+	CategoryID int64  `json:"categoryId"`
+	Status     string `json:"status"`
+}
+
+// pet is an animal in the store: the interface's Pet.
+type pet struct {
+	ID int64 `json:"id"`
+	newPet
+}
+
+// columns returns where to scan the columns of the queries above.
+func (p *pet) columns() []any { return []any{&p.ID, &p.Name, &p.CategoryID, &p.Status} }
+
+// creation is a create on its way to the disk.
+type creation struct {
+	newPet newPet
+	caller caller
+	key    string // idempotency key, "" for none
+
+	claimed  atomic.Bool   // set by whoever is first: the writer that takes it up, or its caller that gives up
+	done     chan struct{} // closed by the writer once the fields below are final
+	pet      pet
+	replayed bool // pet is the answer first given to key
+	err      error
+}
+
+// store keeps the animals in a file, an SQLite database in WAL mode. Its methods may be called concurrently.
+//
+// Reads run on a pool of read-only connections. Creates queue for the one goroutine that writes: it commits
+// all that wait as one transaction, so that they share one wait for the disk.
+type store struct {
+	path    string
+	file    *os.File               // path, for intact; closing it drops SQLite's locks, so it closes last
+	opened  map[string]os.FileInfo // path and the files SQLite keeps beside it, when they were opened
+	version atomic.Int64           // grows with every change, before it is acknowledged
+
+	readers                 *sql.DB
+	listAll, listByStatus   *sql.Stmt
+	getOne                  *sql.Stmt
+	writer                  *sql.DB // of one connection, for the writing goroutine
+	begin, commit, rollback *sql.Stmt
+	insertPet, purge        *sql.Stmt
+	findKey, insertKey      *sql.Stmt
+
+	queue   chan *creation
+	quit    chan struct{}
+	running sync.WaitGroup
+}
+
+// openStore opens the database file at path, and creates it if it does not exist or is empty. It leaves
+// untouched what is not a database of this service, or is one that a newer version has written.
+func openStore(ctx context.Context, path string) (_ *store, err error) {
+	if err := checkFile(path); err != nil && !errors.Is(err, errNoDatabase) {
+		return nil, err
+	}
+	if path, err = filepath.Abs(path); err != nil {
+		return nil, err
+	}
+	s := &store{path: path, queue: make(chan *creation, queueLength), quit: make(chan struct{})}
+	defer func() {
+		if err != nil {
+			s.close()
+			err = fmt.Errorf("opening %q: %w", path, err)
+		}
+	}()
+	if err := s.openWriter(ctx); err != nil {
+		return nil, err
+	}
+	watcher, err := s.openReaders(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.remember(); err != nil {
+		return nil, err
+	}
+	s.running.Go(s.write)
+	s.running.Go(func() { s.watch(watcher) })
+	return s, nil
+}
+
+// openWriter opens the connection that writes, and makes the schema where there is none.
+func (s *store) openWriter(ctx context.Context) (err error) {
+	s.writer, err = sql.Open("sqlite", dsn(s.path, "rwc", "synchronous(FULL)", fmt.Sprintf("journal_size_limit(%d)", walKept)))
+	if err != nil {
+		return err
+	}
+	s.writer.SetMaxOpenConns(1)
+	// The schema goes first, so that the file is this service's from its first byte: in WAL mode its header
+	// would lag behind.
+	if err := createSchema(ctx, s.writer); err != nil {
+		return err
+	}
+	var mode string
+	if err := s.writer.QueryRowContext(ctx, "PRAGMA journal_mode = WAL").Scan(&mode); err != nil {
+		return err
+	}
+	if mode != "wal" {
+		return fmt.Errorf("its file system does not support a write-ahead log (journal mode %s)", mode)
+	}
+	return prepare(ctx, s.writer, map[string]**sql.Stmt{"BEGIN IMMEDIATE": &s.begin, "COMMIT": &s.commit,
+		"ROLLBACK": &s.rollback, insertPetSQL: &s.insertPet, findKeySQL: &s.findKey, insertKeySQL: &s.insertKey,
+		purgeSQL: &s.purge})
+}
+
+// createSchema makes the tables of an empty database, and returns an error if there are others.
+func createSchema(ctx context.Context, conn *sql.DB) error {
+	if _, err := conn.ExecContext(ctx, "BEGIN IMMEDIATE"); err != nil {
+		return err
+	}
+	defer conn.ExecContext(ctx, "ROLLBACK") // has no effect once committed
+	var application, version, tables int64
+	err := conn.QueryRowContext(ctx, `SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
+		FROM pragma_application_id, pragma_user_version`).Scan(&application, &version, &tables)
+	switch {
+	case err != nil:
+		return err
+	case application == applicationID && version == schemaVersion:
+		return nil
+	case application != 0 || version != 0 || tables != 0:
+		return errForeign
+	}
+	if _, err := conn.ExecContext(ctx, schema); err != nil {
+		return err
+	}
+	_, err = conn.ExecContext(ctx, "COMMIT")
+	return err
+}
+
+// openReaders opens the pool that reads and returns one connection more, for watch. All are opened now, since
+// later there may be no file descriptor left.
+func (s *store) openReaders(ctx context.Context) (watcher *sql.Conn, err error) {
+	count := max(4, runtime.GOMAXPROCS(0)) + 1
+	if s.readers, err = sql.Open("sqlite", dsn(s.path, "ro")); err != nil {
+		return nil, err
+	}
+	s.readers.SetMaxOpenConns(count)
+	s.readers.SetMaxIdleConns(count)
+	if err := prepare(ctx, s.readers, map[string]**sql.Stmt{
+		listSQL: &s.listAll, listByStatusSQL: &s.listByStatus, getSQL: &s.getOne}); err != nil {
+		return nil, err
+	}
+	for range count - 1 {
+		conn, err := s.readers.Conn(ctx)
+		if err != nil {
+			return nil, err
+		}
+		defer conn.Close() // back to the pool
+	}
+	return s.readers.Conn(ctx)
+}
+
+// dsn returns the data source name of the database file at path, an absolute one, for connections that all
+// have the busy timeout and the given pragmas.
+func dsn(path, mode string, pragmas ...string) string {
+	pragmas = append(pragmas, fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()))
+	query := url.Values{"mode": {mode}, "_pragma": pragmas}
+	return (&url.URL{Scheme: "file", Path: path, RawQuery: query.Encode()}).String()
+}
+
+// prepare prepares each query on db and puts the statement where the map says.
+func prepare(ctx context.Context, db *sql.DB, queries map[string]**sql.Stmt) (err error) {
+	for query, stmt := range queries {
+		if *stmt, err = db.PrepareContext(ctx, query); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// close waits for what is being written and closes the database. Nothing may use the store afterwards.
+func (s *store) close() error {
+	close(s.quit)
+	s.running.Wait()
+	var errs []error
+	if s.readers != nil {
+		errs = append(errs, s.readers.Close()) // before the writer, which can then remove the write-ahead log
+	}
+	if s.writer != nil {
+		errs = append(errs, s.writer.Close())
+	}
+	if s.file != nil {
+		errs = append(errs, s.file.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// list returns the animals with an id above after, by ascending id and limit of them at most, and whether
+// more follow. A status other than "" leaves out all that have another.
+func (s *store) list(ctx context.Context, status string, after int64, limit int) (pets []pet, more bool, err error) {
+	var rows *sql.Rows
+	if status == "" {
+		rows, err = s.listAll.QueryContext(ctx, after, limit+1)
+	} else {
+		rows, err = s.listByStatus.QueryContext(ctx, status, after, limit+1)
+	}
+	if err != nil {
+		return nil, false, dbError(err)
+	}
+	defer rows.Close()
+	pets = make([]pet, 0, limit+1)
+	for rows.Next() {
+		pets = append(pets, pet{})
+		if err := rows.Scan(pets[len(pets)-1].columns()...); err != nil {
+			return nil, false, dbError(err)
+		}
+	}
+	if len(pets) > limit {
+		pets, more = pets[:limit], true
+	}
+	return pets, more, dbError(rows.Err())
+}
+
+// get returns the animal with the id, or errNotFound.
+func (s *store) get(ctx context.Context, id int64) (pet, error) {
+	var p pet
+	err := s.getOne.QueryRowContext(ctx, id).Scan(p.columns()...)
+	if errors.Is(err, sql.ErrNoRows) {
+		return pet{}, errNotFound
+	}
+	return p, dbError(err)
+}
+
+// create stores p and returns it with its id once it is safely on disk. If the caller has used the
+// idempotency key before (a key of "" is none), it stores nothing and returns the animal that it returned
+// then, with replayed true; or errKeyReused if that was made from another newPet. On errUnavailable nothing is
+// stored, on any other error that is not known. It cannot be cancelled: a client that goes away would leave
+// that in doubt.
+func (s *store) create(caller caller, key string, p newPet) (_ pet, replayed bool, err error) {
+	c := &creation{newPet: p, caller: caller, key: key, done: make(chan struct{})}
+	select {
+	case s.queue <- c:
+	default:
+		return pet{}, false, fmt.Errorf("%w: %d creates wait already", errUnavailable, queueLength)
+	}
+	timeout := time.NewTimer(queueTimeout)
+	defer timeout.Stop()
+	select {
+	case <-c.done:
+	case <-timeout.C:
+		if c.claimed.CompareAndSwap(false, true) {
+			return pet{}, false, fmt.Errorf("%w: waited %v to be written", errUnavailable, queueTimeout)
+		}
+		<-c.done
+	}
+	return c.pet, c.replayed, c.err
+}
+
+// write stores what is queued, and purges idempotency keys, until the store closes.
+func (s *store) write() {
+	purge := time.NewTimer(purgeInterval)
+	defer purge.Stop()
+	for {
+		select {
+		case c := <-s.queue:
+			// The lock first: whoever comes while it is waited for joins the batch, or is refused with it.
+			err := s.beginTx()
+			batch := s.claim(c)
+			if err != nil {
+				finish(batch, err)
+			} else {
+				s.writeBatch(batch)
+			}
+		case <-purge.C:
+			purge.Reset(s.purgeKeys())
+		case <-s.quit:
+			return
+		}
+	}
+}
+
+// beginTx begins a transaction on a file that is known to be the right one, and takes the write lock.
+func (s *store) beginTx() error {
+	if err := s.intact(); err != nil {
+		return err
+	}
+	_, err := s.begin.Exec()
+	return dbError(err)
+}
+
+// claim returns c and whatever waits behind it, but for what its caller has given up.
+func (s *store) claim(c *creation) []*creation {
+	var batch []*creation
+	for len(batch) < queueLength {
+		if c.claimed.CompareAndSwap(false, true) {
+			batch = append(batch, c)
+		}
+		if len(s.queue) == 0 {
+			runtime.Gosched() // whoever is about to queue may as well share this wait for the disk
+		}
+		select {
+		case c = <-s.queue:
+		default:
+			return batch
+		}
+	}
+	return batch
+}
+
+// finish hands the creations back to their callers, with err if it is not nil.
+func finish(batch []*creation, err error) {
+	for _, c := range batch {
+		if err != nil {
+			c.err = err
+		}
+		close(c.done)
+	}
+}
+
+// writeBatch stores the batch in the transaction that was begun, commits it, and finishes the batch. If one
+// cannot be inserted, it stores each in a transaction of its own, so that only that one fails.
+func (s *store) writeBatch(batch []*creation) {
+	for _, c := range batch {
+		err := s.insert(c)
+		if err == nil {
+			continue
+		}
+		s.rollback.Exec() // may fail: SQLite ends the transaction by itself on some errors
+		if len(batch) == 1 || errors.Is(err, errUnavailable) {
+			finish(batch, err)
+			return
+		}
+		for i := range batch {
+			if err := s.beginTx(); err != nil {
+				finish(batch[i:], err)
+				return
+			}
+			s.writeBatch(batch[i : i+1])
+		}
+		return
+	}
+	_, err := s.commit.Exec()
+	if err != nil {
+		s.rollback.Exec()
+	}
+	s.version.Add(1)
+	finish(batch, dbError(err))
+}
+
+// insert adds c's animal and its idempotency key to the open transaction, or finds the key and what was
+// answered then. After an error the transaction must not go on.
+func (s *store) insert(c *creation) error {
+	c.pet, c.replayed, c.err = pet{newPet: c.newPet}, false, nil
+	now := time.Now().Unix()
+	if c.key != "" {
+		var first pet
+		err := s.findKey.QueryRow(c.caller[:], c.key, now-int64(keyLifetime.Seconds())).Scan(first.columns()...)
+		if err == nil {
+			c.pet, c.replayed = first, true
+			if first.newPet != c.newPet {
+				c.err = errKeyReused
+			}
+			return nil
+		}
+		if !errors.Is(err, sql.ErrNoRows) {
+			return dbError(err)
+		}
+	}
+	result, err := s.insertPet.Exec(c.newPet.Name, c.newPet.CategoryID, c.newPet.Status)
+	if err != nil {
+		return dbError(err)
+	}
+	c.pet.ID, _ = result.LastInsertId() // never an error in this driver
+	if c.key != "" {
+		_, err = s.insertKey.Exec(c.caller[:], c.key, now, c.pet.ID, c.pet.Name, c.pet.CategoryID, c.pet.Status)
+	}
+	return dbError(err)
+}
+
+// purgeKeys deletes a batch of idempotency keys that are no longer remembered, and returns how long to wait
+// for the next.
+func (s *store) purgeKeys() time.Duration {
+	if s.intact() != nil {
+		return purgeInterval
+	}
+	result, err := s.purge.Exec(time.Now().Add(-keyLifetime).Unix(), purgeBatch)
+	if err != nil {
+		return purgeInterval // what stops it stops creates too, and their errors are logged
+	}
+	if n, _ := result.RowsAffected(); n < purgeBatch {
+		return purgeInterval
+	}
+	return 0
+}
+
+// watch raises the version when another program has changed the database, as conn notices, until the store
+// closes. While it cannot tell it assumes so.
+func (s *store) watch(conn *sql.Conn) {
+	defer conn.Close()
+	tick := time.NewTicker(watchInterval)
+	defer tick.Stop()
+	for last := int64(-1); ; {
+		var now int64
+		err := conn.QueryRowContext(context.Background(), "PRAGMA data_version").Scan(&now)
+		if err != nil || now != last {
+			s.version.Add(1)
+		}
+		last = now
+		select {
+		case <-tick.C:
+		case <-s.quit:
+			return
+		}
+	}
+}
+
+// check returns an error unless the store can be read.
+func (s *store) check(ctx context.Context) error {
+	if err := s.intact(); err != nil {
+		return err
+	}
+	_, _, err := s.list(ctx, "", 0, 1)
+	return err
+}
+
+// remember notes which files the store has open.
+func (s *store) remember() (err error) {
+	if s.path, err = filepath.EvalSymlinks(s.path); err != nil {
+		return err
+	}
+	if s.file, err = os.Open(s.path); err != nil {
+		return err
+	}
+	s.opened = map[string]os.FileInfo{}
+	for _, suffix := range []string{"", "-wal", "-shm"} {
+		if s.opened[s.path+suffix], err = os.Stat(s.path + suffix); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// intact returns errUnavailable if one of the files that the store has open was deleted or replaced: what is
+// written there would be gone with this process.
+func (s *store) intact() error {
+	for name, opened := range s.opened {
+		if now, err := os.Stat(name); err != nil || !os.SameFile(opened, now) {
+			return fmt.Errorf("%w: %q was deleted or replaced; put it back, or restart", errUnavailable, name)
+		}
+	}
+	if err := checkHeader(s.file); err != nil {
+		return fmt.Errorf("%w: %q: %w", errUnavailable, s.path, err)
+	}
+	return nil
+}
+
+var (
+	errNoDatabase = errors.New("there is no database yet")
+	errForeign    = errors.New("not a database of this service; name another file with -db")
+	errNewer      = errors.New("a newer version of this service has written it; run that version")
+)
+
+// checkFile returns an error unless path is a database that openStore accepts; errNoDatabase if there is no
+// file or an empty one. It must not be called while SQLite has the file open: it would drop SQLite's locks.
+func checkFile(path string) error {
+	info, err := os.Stat(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return errNoDatabase
+	}
+	if err != nil {
+		return err
+	}
+	if !info.Mode().IsRegular() {
+		return fmt.Errorf("%q is not a file", path)
+	}
+	if info.Size() == 0 {
+		return errNoDatabase
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if err := checkHeader(f); err != nil {
+		return fmt.Errorf("%q: %w", path, err)
+	}
+	return nil
+}
+
+// checkHeader returns an error unless f begins with the header of a database of this service, as
+// https://sqlite.org/fileformat.html#the_database_header lays it out.
+func checkHeader(f io.ReaderAt) error {
+	var header [72]byte
+	if _, err := f.ReadAt(header[:], 0); err != nil && err != io.EOF {
+		return err
+	}
+	if string(header[:16]) != "SQLite format 3\x00" || binary.BigEndian.Uint32(header[68:]) != applicationID {
+		return errForeign
+	}
+	if binary.BigEndian.Uint32(header[60:]) > schemaVersion {
+		return errNewer
+	}
+	return nil
+}
+
+// dbError adds errUnavailable to an error of the database that may pass and has left nothing behind.
+func dbError(err error) error {
+	e, ok := errors.AsType[*sqlite.Error](err)
+	if !ok {
+		return err
+	}
+	switch e.Code() & 0xff {
+	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
+		sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM:
+		return fmt.Errorf("%w: %w", errUnavailable, err)
+	}
+	if e.Code() == sqlite3.SQLITE_IOERR_SHMSIZE { // no room for the index of the write-ahead log
+		return fmt.Errorf("%w: %w", errUnavailable, err)
+	}
+	return err
+}
+
+// backup writes a copy of the database at path, as it is at one moment, to the file target, which must not
+// exist yet. The copy is verified and on disk when it gets that name; on an error nothing is left of it.
+func backup(ctx context.Context, path, target string) (err error) {
+	if err := checkFile(path); err != nil {
+		return fmt.Errorf("%q: %w", path, err)
+	}
+	if path, err = filepath.Abs(path); err != nil {
+		return err
+	}
+	if target, err = filepath.Abs(target); err != nil {
+		return err
+	}
+	if err := refuseExisting(target); err != nil {
+		return err
+	}
+	f, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	defer func() {
+		if err != nil {
+			os.Remove(f.Name())
+		}
+	}()
+	if err := vacuumInto(ctx, path, f.Name()); err != nil {
+		return err
+	}
+	if err := f.Sync(); err != nil {
+		return err
+	}
+	if err := refuseExisting(target); err != nil {
+		return err
+	}
+	if err := os.Rename(f.Name(), target); err != nil {
+		return err
+	}
+	return syncDir(filepath.Dir(target))
+}
+
+// refuseExisting returns an error if there is anything at path.
+func refuseExisting(path string) error {
+	_, err := os.Lstat(path)
+	if err == nil {
+		return fmt.Errorf("%q exists already; name a new file", path)
+	}
+	if !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// vacuumInto copies the database at path, which others may be using, to target, and verifies the copy.
+func vacuumInto(ctx context.Context, path, target string) error {
+	db, err := sql.Open("sqlite", dsn(path, "rw"))
+	if err != nil {
+		return err
+	}
+	defer db.Close()
+	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", target); err != nil {
+		return err
+	}
+	written, err := sql.Open("sqlite", dsn(target, "ro"))
+	if err != nil {
+		return err
+	}
+	defer written.Close()
+	var result string
+	if err := written.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result); err != nil {
+		return err
+	}
+	if result != "ok" {
+		return fmt.Errorf("the copy is damaged, and so may be the database: %s", result)
+	}
+	return nil
+}
+
+// syncDir makes a change of the names in dir durable.
+func syncDir(dir string) error {
+	d, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}
