@@ -66,7 +66,7 @@ func (k keys) requireKey(next handlerFunc) handlerFunc {
 		c, challenge, ok := k.authenticate(r.Header)
 		if !ok {
 			w.Header().Set("WWW-Authenticate", challenge)
-			return newError(http.StatusUnauthorized, "a valid API key is required: Authorization: Bearer <API_KEY>")
+			return newError(http.StatusUnauthorized, "a valid API key is required: Authorization: Bearer API_KEY")
 		}
 		callOf(r).caller = c
 		return next(w, r)

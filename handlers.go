@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 	"unicode"
 	"unicode/utf16"
 	"unicode/utf8"
@@ -66,6 +67,8 @@ func (s *server) createPet(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
+	// A slow body has used up some of the time to write: an answer that takes its full time must still leave.
+	http.NewResponseController(w).SetWriteDeadline(time.Now().Add(writeTimeout))
 	created, replayed, err := s.store.create(callOf(r).caller, key, animal)
 	if err != nil {
 		return err

@@ -61,6 +61,8 @@ func newServer(st *store, k keys, log *slog.Logger) *server {
 	handle("/openapi.json", k.requireKey(methodNotAllowed("GET, HEAD")))
 	handle("/v1/pets", k.requireKey(methodNotAllowed("GET, HEAD, POST")))
 	handle("/v1/pets/{petId}", k.requireKey(methodNotAllowed("GET, HEAD")))
+	handle("GET /v1/pets/{$}", deprecated(k.requireKey(s.getPet))) // a petId of %2F; /v1/pets/ itself is not clean
+	handle("/v1/pets/{$}", k.requireKey(methodNotAllowed("GET, HEAD")))
 	handle("/", k.requireKey(notFound))
 	s.notFound = answer(k.requireKey(notFound))
 	return s
@@ -82,6 +84,9 @@ type callKey struct{}
 
 // callOf returns the call that r belongs to.
 func callOf(r *http.Request) *call { return r.Context().Value(callKey{}).(*call) }
+
+// Unwrap is for http.ResponseController.
+func (c *call) Unwrap() http.ResponseWriter { return c.ResponseWriter }
 
 func (c *call) WriteHeader(status int) {
 	c.status = status

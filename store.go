@@ -587,7 +587,7 @@ func dbError(err error) error {
 	}
 	switch e.Code() & 0xff {
 	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
-		sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM:
+		sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM:
 		return fmt.Errorf("%w: %w", errUnavailable, err)
 	}
 	if e.Code() == sqlite3.SQLITE_IOERR_SHMSIZE { // no room for the index of the write-ahead log
@@ -658,7 +658,7 @@ func vacuumInto(ctx context.Context, path, target string) error {
 	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", target); err != nil {
 		return err
 	}
-	written, err := sql.Open("sqlite", dsn(target, "ro"))
+	written, err := sql.Open("sqlite", dsn(target, "rw")) // read-only, integrity_check would leave out the CHECKs
 	if err != nil {
 		return err
 	}

@@ -1,0 +1,2204 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"crypto/tls"
+	"crypto/x509"
+	"database/sql"
+	"encoding/json"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+	"unicode/utf8"
+)
+
+// TestMain makes the test binary the program itself where a test runs it as a process of its own.
+func TestMain(m *testing.M) {
+	if os.Getenv("ANIMALSTORE_PROCESS") != "" {
+		main()
+	}
+	os.Exit(m.Run())
+}
+
+// testKey and otherKey are the API keys that a service under test accepts.
+const testKey, otherKey = "test-key", "other-key"
+
+// service is the whole handler over a database file of its own.
+type service struct {
+	t     testing.TB
+	db    string // the database file
+	store *store
+	http.Handler
+}
+
+// newService opens a service on a new database.
+func newService(t testing.TB) *service {
+	t.Helper()
+	return openService(t, filepath.Join(t.TempDir(), "animals.db"))
+}
+
+func openService(t testing.TB, db string) *service {
+	t.Helper()
+	st, err := openStore(t.Context(), db)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := st.close(); err != nil {
+			t.Errorf("closing the store: %v", err)
+		}
+	})
+	var k keys
+	k.add(testKey)
+	k.add(otherKey)
+	return &service{t, db, st, newServer(st, k, slog.New(slog.NewTextHandler(t.Output(), nil)))}
+}
+
+// reply is a response, read to its end.
+type reply struct {
+	status int
+	header http.Header
+	body   string
+}
+
+// do sends a request with the given headers ("Name: value") and a valid key, unless there is an Authorization
+// among them ("Authorization:" for none), and checks the answer against openapi.json.
+func (s *service) do(method, target, body string, headers ...string) reply {
+	s.t.Helper()
+	r := httptest.NewRequest(method, target, strings.NewReader(body))
+	setHeaders(r, headers)
+	w := httptest.NewRecorder()
+	s.ServeHTTP(w, r)
+	return checked(s.t, r, w.Result())
+}
+
+func setHeaders(r *http.Request, headers []string) {
+	r.Header.Set("Authorization", "Bearer "+testKey)
+	replaced := map[string]bool{}
+	for _, h := range headers {
+		name, value, _ := strings.Cut(h, ":")
+		if !replaced[name] {
+			r.Header.Del(name)
+			replaced[name] = true
+		}
+		if value = strings.TrimPrefix(value, " "); value != "" || name != "Authorization" {
+			r.Header.Add(name, value)
+		}
+	}
+}
+
+// checked reads a response to its end and holds it to the rules for all, and to openapi.json.
+func checked(t testing.TB, r *http.Request, resp *http.Response) reply {
+	t.Helper()
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	if err != nil {
+		t.Fatalf("%s %s: reading the body: %v", r.Method, r.URL, err)
+	}
+	if r.Method == "HEAD" {
+		body = nil // a Recorder keeps what net/http does not send
+	}
+	a := reply{resp.StatusCode, resp.Header, string(body)}
+	for _, fault := range contractFaults(r.Method, r.URL, a) {
+		t.Errorf("%s %s = %d: %s", r.Method, r.URL, a.status, fault)
+	}
+	return a
+}
+
+// add adds an animal and returns it.
+func (s *service) add(name string, category int64, status string) pet {
+	s.t.Helper()
+	want := newPet{name, category, status}
+	body, _ := json.Marshal(want)
+	a := s.do("POST", "/v1/pets", string(body))
+	s.want(a, http.StatusCreated, "")
+	got := decode[pet](s.t, a)
+	if got.newPet != want {
+		s.t.Fatalf("added %+v, got %+v", want, got.newPet)
+	}
+	return got
+}
+
+// want checks the status of an answer, and that its body contains the words.
+func (s *service) want(a reply, status int, words string) {
+	s.t.Helper()
+	if a.status != status || !strings.Contains(a.body, words) {
+		s.t.Errorf("got %d %s, want %d with %q", a.status, a.body, status, words)
+	}
+}
+
+func decode[T any](t testing.TB, a reply) T {
+	t.Helper()
+	var v T
+	if err := json.Unmarshal([]byte(a.body), &v); err != nil {
+		t.Fatalf("%s: %v", a.body, err)
+	}
+	return v
+}
+
+// sql runs a statement on the database from outside the service.
+func (s *service) sql(query string, args ...any) {
+	s.t.Helper()
+	db, err := sql.Open("sqlite", dsn(s.db, "rw"))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	defer db.Close()
+	if _, err := db.Exec(query, args...); err != nil {
+		s.t.Fatalf("%s: %v", query, err)
+	}
+}
+
+// eventually waits until the condition holds, and fails if that takes longer than it ever should.
+func eventually(t testing.TB, what string, condition func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(20 * time.Second); !condition(); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("never: %s", what)
+		}
+	}
+}
+
+// What openapi.json says, read as a tool would read it.
+
+var document = func() (d map[string]any) {
+	if err := json.Unmarshal(openAPI, &d); err != nil {
+		panic(err)
+	}
+	return d
+}()
+
+// at returns the value at path in a document, references followed, or nil.
+func at(v any, path ...string) any {
+	for {
+		m, ok := v.(map[string]any)
+		if !ok {
+			if len(path) > 0 {
+				return nil
+			}
+			return v
+		}
+		if ref, ok := m["$ref"].(string); ok {
+			v = at(document, strings.Split(strings.TrimPrefix(ref, "#/"), "/")...)
+			continue
+		}
+		if len(path) == 0 {
+			return v
+		}
+		v, path = m[path[0]], path[1:]
+	}
+}
+
+// operation returns the documented operation that a request is for, or nil.
+func operation(method, path string) any {
+	if method == "HEAD" {
+		method = "GET"
+	}
+	rest, ok := strings.CutPrefix(path, "/v1/pets")
+	if rest != "" {
+		if ok = ok && regexp.MustCompile(`^/[^/]+$`).MatchString(rest); ok {
+			rest = "/{petId}"
+		}
+	}
+	if !ok {
+		return nil
+	}
+	return at(document, "paths", "/pets"+rest, strings.ToLower(method))
+}
+
+// contractFaults returns what in an answer is not as the documents say.
+func contractFaults(method string, target *url.URL, a reply) (faults []string) {
+	add := func(format string, args ...any) { faults = append(faults, fmt.Sprintf(format, args...)) }
+	for name, want := range map[string]string{"Content-Type": "application/json", "Cache-Control": "no-store",
+		"X-Content-Type-Options": "nosniff", "Content-Length": strconv.Itoa(len(a.body))} {
+		if got := a.header.Values(name); len(got) != 1 || got[0] != want && !(method == "HEAD" && name == "Content-Length") {
+			add("%s is %q, want %q", name, got, want)
+		}
+	}
+	if !regexp.MustCompile(`^[A-Z2-7]{26}$`).MatchString(a.header.Get("X-Request-Id")) {
+		add("X-Request-Id is %q", a.header.Get("X-Request-Id"))
+	}
+	var body any
+	if method != "HEAD" {
+		dec := json.NewDecoder(strings.NewReader(a.body))
+		dec.UseNumber()
+		if err := dec.Decode(&body); err != nil {
+			add("the body %q is not JSON: %v", a.body, err)
+			return faults
+		}
+	}
+	if a.status >= 400 && body != nil {
+		faults = append(faults, schemaFaults(at(document, "components", "schemas", "Error"), body, "the error")...)
+		if got := at(body, "status"); got != json.Number(strconv.Itoa(a.status)) || at(body, "code") != errorCodes[a.status] {
+			add("the error is %s", a.body)
+		}
+	}
+	op := operation(method, target.EscapedPath())
+	if op == nil || target.EscapedPath() == "/v1/pets/.." || a.status == http.StatusMethodNotAllowed {
+		return faults
+	}
+	response := at(op, "responses", strconv.Itoa(a.status))
+	if response == nil {
+		add("the status is not documented")
+		return faults
+	}
+	headers, _ := at(response, "headers").(map[string]any)
+	for name := range headers {
+		values := a.header.Values(name)
+		if at(headers, name, "required") == true && len(values) != 1 || len(values) > 1 {
+			add("header %s is there %d times", name, len(values))
+		}
+		for _, value := range values {
+			var v any = value
+			if at(headers, name, "schema", "type") == "integer" {
+				v = json.Number(value)
+			}
+			faults = append(faults, schemaFaults(at(headers, name, "schema"), v, "header "+name)...)
+		}
+	}
+	for _, name := range []string{"Link", "Location", "WWW-Authenticate", "Deprecation", "Sunset", "Retry-After", "Idempotency-Replayed", "Allow"} {
+		if headers[name] == nil && a.header.Get(name) != "" {
+			add("header %s is not documented", name)
+		}
+	}
+	if body != nil {
+		faults = append(faults, schemaFaults(at(response, "content", "application/json", "schema"), body, "the body")...)
+	}
+	return faults
+}
+
+// schemaFaults returns how a value, decoded with its numbers kept, does not fit an OpenAPI schema.
+func schemaFaults(schema, v any, where string) (faults []string) {
+	add := func(format string, args ...any) {
+		faults = append(faults, where+": "+fmt.Sprintf(format, args...))
+	}
+	bound := func(name string, breaks func(limit float64) bool) {
+		if limit, ok := at(schema, name).(float64); ok && breaks(limit) {
+			add("%v breaks %s %v", v, name, limit)
+		}
+	}
+	if enum, ok := at(schema, "enum").([]any); ok && !slices.Contains(enum, v) {
+		add("%v is not one of %v", v, enum)
+	}
+	kind := at(schema, "type")
+	switch v := v.(type) {
+	case string:
+		if kind != "string" {
+			add("a string, want %v", kind)
+		}
+		length := float64(utf8.RuneCountInString(v))
+		bound("minLength", func(limit float64) bool { return length < limit })
+		bound("maxLength", func(limit float64) bool { return length > limit })
+		if pattern, ok := at(schema, "pattern").(string); ok && !regexp.MustCompile(pattern).MatchString(v) {
+			add("%q does not match %s", v, pattern)
+		}
+	case json.Number:
+		n, err := strconv.ParseInt(v.String(), 10, 64)
+		if kind != "integer" || err != nil {
+			add("%v is a number, want %v", v, kind)
+		}
+		bound("minimum", func(limit float64) bool { return float64(n) < limit })
+		bound("maximum", func(limit float64) bool { return float64(n) > limit })
+	case []any:
+		if kind != "array" {
+			add("an array, want %v", kind)
+		}
+		bound("maxItems", func(limit float64) bool { return float64(len(v)) > limit })
+		for i, item := range v {
+			faults = append(faults, schemaFaults(at(schema, "items"), item, fmt.Sprintf("%s[%d]", where, i))...)
+		}
+	case map[string]any:
+		if kind != "object" {
+			add("an object, want %v", kind)
+		}
+		required, _ := at(schema, "required").([]any)
+		for _, name := range required {
+			if _, ok := v[name.(string)]; !ok {
+				add("%v is missing", name)
+			}
+		}
+		for name, member := range v {
+			if property := at(schema, "properties", name); property != nil {
+				faults = append(faults, schemaFaults(property, member, where+"."+name)...)
+			} else if at(schema, "additionalProperties") == false {
+				add("%s is unknown", name)
+			}
+		}
+	default:
+		add("%v is of no type that is used", v)
+	}
+	return faults
+}
+
+// TestEveryDocumentedStatusIsReached provokes each status that openapi.json has for an operation, and no other.
+func TestEveryDocumentedStatusIsReached(t *testing.T) {
+	t.Parallel()
+	const animal = `{"name":"Rex","categoryId":7}`
+	broken := func(s *service) { s.sql("DROP TABLE pets") }
+	unreadable := func(s *service) { // whoever reads must open the file again, and cannot
+		s.store.readers.SetMaxIdleConns(0)
+		s.moveAway()
+	}
+	scenarios := map[string]struct {
+		prepare              func(*service)
+		method, target, body string
+		headers              []string
+	}{
+		"listPets 200":  {nil, "GET", "/v1/pets", "", nil},
+		"listPets 400":  {nil, "GET", "/v1/pets?limit=0", "", nil},
+		"listPets 401":  {nil, "GET", "/v1/pets", "", []string{"Authorization:"}},
+		"listPets 500":  {broken, "GET", "/v1/pets", "", nil},
+		"listPets 503":  {unreadable, "GET", "/v1/pets", "", nil},
+		"createPet 201": {nil, "POST", "/v1/pets", animal, nil},
+		"createPet 400": {nil, "POST", "/v1/pets", "{}", nil},
+		"createPet 401": {nil, "POST", "/v1/pets", animal, []string{"Authorization: Bearer wrong"}},
+		"createPet 413": {nil, "POST", "/v1/pets", strings.Repeat(" ", maxBody+1), nil},
+		"createPet 415": {nil, "POST", "/v1/pets", animal, []string{"Content-Type: text/plain"}},
+		"createPet 422": {func(s *service) {
+			s.do("POST", "/v1/pets", `{"name":"Tom","categoryId":7}`, "Idempotency-Key: k")
+		}, "POST", "/v1/pets", animal, []string{"Idempotency-Key: k"}},
+		"createPet 500": {broken, "POST", "/v1/pets", animal, nil},
+		"createPet 503": {(*service).fill, "POST", "/v1/pets", `{"name":"` + strings.Repeat("x", 255) + `","categoryId":7}`, nil},
+		"getPet 200":    {func(s *service) { s.add("Rex", 7, "sold") }, "GET", "/v1/pets/1", "", nil},
+		"getPet 401":    {nil, "GET", "/v1/pets/1", "", []string{"Authorization:"}},
+		"getPet 404":    {nil, "GET", "/v1/pets/1", "", nil},
+		"getPet 500":    {broken, "GET", "/v1/pets/1", "", nil},
+		"getPet 503":    {unreadable, "GET", "/v1/pets/1", "", nil},
+	}
+	const elsewhere = "createPet 408" // in TestSlowBodyIsTimedOut
+	for _, methods := range document["paths"].(map[string]any) {
+		for method := range methods.(map[string]any) {
+			if method == "parameters" {
+				continue
+			}
+			for status := range at(methods, method, "responses").(map[string]any) {
+				name := at(methods, method, "operationId").(string) + " " + status
+				c, ok := scenarios[name]
+				delete(scenarios, name)
+				if !ok {
+					if name != elsewhere {
+						t.Errorf("nothing provokes the documented status %s", name)
+					}
+					continue
+				}
+				t.Run(name, func(t *testing.T) {
+					t.Parallel()
+					s := newService(t)
+					if c.prepare != nil {
+						c.prepare(s)
+					}
+					a := s.do(c.method, c.target, c.body, c.headers...)
+					if strconv.Itoa(a.status) != status {
+						t.Errorf("got %d %s", a.status, a.body)
+					}
+				})
+			}
+		}
+	}
+	for name := range scenarios {
+		t.Errorf("%s is not documented", name)
+	}
+}
+
+// fill makes the database take no further page.
+func (s *service) fill() {
+	s.t.Helper()
+	var pages int64
+	err := s.store.writer.QueryRow("PRAGMA page_count").Scan(&pages)
+	if err == nil {
+		_, err = s.store.writer.Exec(fmt.Sprintf("PRAGMA max_page_count = %d", pages))
+	}
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	for i := 0; ; i++ { // into the room left on the pages that there are
+		body := fmt.Sprintf(`{"name":"%s","categoryId":%d}`, strings.Repeat("x", 200), i)
+		if a := s.do("POST", "/v1/pets", body); a.status != http.StatusCreated {
+			s.want(a, http.StatusServiceUnavailable, "unavailable")
+			return
+		}
+	}
+}
+
+// moveAway gives the database file another name, until the returned function gives it the right one back.
+func (s *service) moveAway() (back func()) {
+	s.t.Helper()
+	move := func(from, to string) {
+		if err := os.Rename(from, to); err != nil {
+			s.t.Fatal(err)
+		}
+	}
+	move(s.db, s.db+".away")
+	return func() { move(s.db+".away", s.db) }
+}
+
+// TestEveryDocumentedBoundIsExact sends, for each bound of each parameter and member in openapi.json, a value
+// on either side of it.
+func TestEveryDocumentedBoundIsExact(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	list := at(document, "paths", "/pets", "get", "parameters").([]any)
+	for _, p := range list {
+		name := at(p, "name").(string)
+		good, bad := probes(at(p, "schema"))
+		for _, v := range good {
+			s.want(s.do("GET", "/v1/pets?"+name+"="+url.QueryEscape(fmt.Sprint(v)), ""), http.StatusOK, "[")
+		}
+		for _, v := range append(bad, "") {
+			s.want(s.do("GET", "/v1/pets?"+name+"="+url.QueryEscape(fmt.Sprint(v)), ""), http.StatusBadRequest, name)
+		}
+	}
+	for _, p := range at(document, "paths", "/pets", "post", "parameters").([]any) {
+		name := at(p, "name").(string)
+		good, bad := probes(at(p, "schema"))
+		for _, v := range good {
+			s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`, fmt.Sprint(name, ": ", v)), http.StatusCreated, "Rex")
+		}
+		for _, v := range bad {
+			s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`, fmt.Sprint(name, ": ", v)), http.StatusBadRequest, name)
+		}
+	}
+	schema := at(document, "components", "schemas", "NewPet")
+	for member := range at(schema, "properties").(map[string]any) {
+		send := func(v any, present bool) reply {
+			animal := map[string]any{"name": "Rex", "categoryId": 7, member: v}
+			if !present {
+				delete(animal, member)
+			}
+			body, _ := json.Marshal(animal)
+			return s.do("POST", "/v1/pets", string(body))
+		}
+		good, bad := probes(at(schema, "properties", member))
+		for _, v := range good {
+			s.want(send(v, true), http.StatusCreated, "id")
+		}
+		for _, v := range append(bad, nil, []int{}, map[string]int{}, true) {
+			s.want(send(v, true), http.StatusBadRequest, member)
+		}
+		if slices.Contains(at(schema, "required").([]any), any(member)) {
+			s.want(send(nil, false), http.StatusBadRequest, member+" is required")
+		} else {
+			s.want(send(nil, false), http.StatusCreated, "id")
+		}
+	}
+	if at(schema, "additionalProperties") != false {
+		t.Error("NewPet is open to unknown members")
+	}
+	s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7,"colour":"red"}`), http.StatusBadRequest, `unknown member \"colour\"`)
+}
+
+// probes returns values at the bounds of a schema, and others just beyond them.
+func probes(schema any) (good, bad []any) {
+	if enum, ok := at(schema, "enum").([]any); ok {
+		return enum, []any{"unknown", strings.ToUpper(fmt.Sprint(enum[0])), 1}
+	}
+	minimum, hasMinimum := at(schema, "minimum").(float64)
+	maximum, hasMaximum := at(schema, "maximum").(float64)
+	low, high := int64(math.MinInt64), int64(math.MaxInt64)
+	switch {
+	case at(schema, "type") == "string":
+		shortest, longest := int(at(schema, "minLength").(float64)), int(at(schema, "maxLength").(float64))
+		good = append(good, strings.Repeat("x", shortest), strings.Repeat("x", longest))
+		return good, append(bad, strings.Repeat("x", shortest-1), strings.Repeat("x", longest+1))
+	case hasMinimum && hasMaximum:
+		low, high = int64(minimum), int64(maximum)
+		bad = append(bad, low-1, high+1)
+	case hasMinimum:
+		low = int64(minimum)
+		bad = append(bad, low-1, json.Number("9223372036854775808"))
+	default:
+		bad = append(bad, json.Number("-9223372036854775809"), json.Number("9223372036854775808"))
+	}
+	return append(good, low, high), append(bad, json.Number("1.5"), "seven")
+}
+
+// TestListPets is about what the list holds and how it is paged.
+func TestListPets(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	if a := s.do("GET", "/v1/pets", ""); a.body != "[]\n" || a.header.Get("Link") != "" {
+		t.Errorf("an empty list is %q with Link %q", a.body, a.header.Get("Link"))
+	}
+	var all []pet
+	for i := range 45 {
+		all = append(all, s.add(fmt.Sprintf("animal %d", i), int64(i), petStatuses[i%3]))
+	}
+	sold := slices.DeleteFunc(slices.Clone(all), func(p pet) bool { return p.Status != "sold" })
+	for _, c := range []struct {
+		query, link string
+		want        []pet
+	}{
+		{"", "</v1/pets?after=20>", all[:20]},
+		{"?limit=1", "</v1/pets?after=1&limit=1>", all[:1]},
+		{"?limit=45", "", all},
+		{"?limit=44", "</v1/pets?after=44&limit=44>", all[:44]},
+		{"?after=44", "", all[44:]},
+		{"?after=45", "", []pet{}},
+		{"?after=9223372036854775807", "", []pet{}},
+		{"?status=sold", "", sold},
+		{"?status=sold&limit=15", "", sold},
+		{"?limit=14&status=sold", "</v1/pets?after=42&limit=14&status=sold>", sold[:14]},
+		{"?&limit=1&", "</v1/pets?after=1&limit=1>", all[:1]},
+		{"?%6Cimit=%31", "</v1/pets?after=1&limit=1>", all[:1]},
+	} {
+		a := s.do("GET", "/v1/pets"+c.query, "")
+		if got := decode[[]pet](t, a); a.status != http.StatusOK || !slices.Equal(got, c.want) {
+			t.Errorf("GET /v1/pets%s = %d %v, want %v", c.query, a.status, got, c.want)
+		}
+		link := strings.TrimSuffix(a.header.Get("Link"), `; rel="next"`)
+		if link != c.link {
+			t.Errorf("GET /v1/pets%s has Link %s, want %s", c.query, link, c.link)
+		}
+	}
+}
+
+func TestListPetsRefusesWhatItDoesNotUnderstand(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	for query, words := range map[string]string{
+		"limit=+5":               "limit must be",
+		"limit=05":               "limit must be",
+		"limit=5.0":              "limit must be",
+		"limit=0x5":              "limit must be",
+		"limit":                  "limit must be",
+		"limit=5&limit=5":        "limit must be given once",
+		"status=":                "status must be",
+		"status=sold&status":     "status must be given once",
+		"status=Sold":            "status must be available, pending or sold",
+		"status=sold%00":         "status must be",
+		"status=%FF":             "status must be",
+		"after=-1":               "after must be",
+		"after=-0":               "after must be",
+		"after=1e3":              "after must be",
+		"Limit=5":                `unknown parameter \"Limit\"`,
+		"offset=5":               `unknown parameter \"offset\"`,
+		"=5":                     `unknown parameter \"\"`,
+		"limit=5;after=1":        "malformed",
+		"limit=%zz":              "malformed",
+		"limit=0&status=x&foo=1": `unknown parameter \"foo\"; limit must be an integer from 1 to 100; status must be`,
+	} {
+		s.want(s.do("GET", "/v1/pets?"+query, ""), http.StatusBadRequest, words)
+	}
+	var many []string
+	for i := range 50 {
+		many = append(many, fmt.Sprintf("p%02d=1", i))
+	}
+	s.want(s.do("GET", "/v1/pets?"+strings.Join(many, "&"), ""), http.StatusBadRequest, "and 40 more")
+	s.want(s.do("GET", "/v1/pets?"+strings.Repeat("x", 5000), ""), http.StatusBadRequest, strings.Repeat("x", 64)+`\"...`)
+}
+
+// TestPagingSeesEachAnimalOnce walks the pages while others add animals.
+func TestPagingSeesEachAnimalOnce(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	for range 120 {
+		s.add("before", 1, "available")
+	}
+	stop := make(chan struct{})
+	var adding sync.WaitGroup
+	for range 4 {
+		adding.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+					s.add("meanwhile", 1, "available")
+				}
+			}
+		})
+	}
+	var ids []int64
+	for target := "/v1/pets?limit=7&status=available"; target != "" && len(ids) < 120; {
+		a := s.do("GET", target, "")
+		for _, p := range decode[[]pet](t, a) {
+			ids = append(ids, p.ID)
+		}
+		target, _, _ = strings.Cut(strings.TrimPrefix(a.header.Get("Link"), "<"), ">")
+	}
+	close(stop)
+	adding.Wait()
+	for i, id := range ids {
+		if id != int64(i+1) {
+			t.Fatalf("the walk saw %v", ids)
+		}
+	}
+}
+
+func TestCreatePetKeepsWhatWasSent(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	for i, c := range []struct{ body, want string }{
+		{`{"name":"Rex","categoryId":7}`, `"name":"Rex","categoryId":7,"status":"available"`},
+		{` { "status" : "sold" , "categoryId" : -1 , "name" : "a" } ` + "\r\n\t", `"name":"a","categoryId":-1,"status":"sold"`},
+		{`{"name":" <&> ","categoryId":0}`, `"name":" <&> ","categoryId":0,"status":"available"`},
+		{`{"n\u0061me":"x","categoryId":1}`, `"name":"x","categoryId":1,"status":"available"`},
+		{`{"name":"\uD83D\uDC36\u00e9\\uD83D","categoryId":1}`, `"name":"🐶é\\uD83D","categoryId":1,"status":"available"`},
+		{`{"name":"\uFFFD�","categoryId":1}`, `"name":"��","categoryId":1,"status":"available"`},
+		{`{"name":"\"\\\/\b\f\n\r\t","categoryId":1}`, `"name":"\"\\/\b\f\n\r\t","categoryId":1,"status":"available"`},
+		{`{"name":"` + strings.Repeat("🐶", 255) + `","categoryId":1}`, `"name":"` + strings.Repeat("🐶", 255) + `","categoryId":1,"status":"available"`},
+		{`{"name":"x","categoryId":9007199254740993}`, `"name":"x","categoryId":9007199254740993,"status":"available"`},
+	} {
+		want := fmt.Sprintf("{\"id\":%d,%s}\n", i+1, c.want)
+		a := s.do("POST", "/v1/pets", c.body, "Content-Type: application/json; charset=latin1")
+		location := fmt.Sprintf("/v1/pets/%d", i+1)
+		if a.status != http.StatusCreated || a.body != want || a.header.Get("Location") != location {
+			t.Errorf("POST %s = %d %s, at %q, want %s", c.body, a.status, a.body, a.header.Get("Location"), want)
+		}
+		if got := s.do("GET", location, ""); got.body != want {
+			t.Errorf("GET %s = %s, want %s", location, got.body, want)
+		}
+	}
+}
+
+func TestCreatePetRefusesOtherBodies(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	for body, words := range map[string]string{
+		"":                                     "one JSON object",
+		"null":                                 "one JSON object",
+		"[]":                                   "one JSON object",
+		`"name"`:                               "one JSON object",
+		`{"name":"x","categoryId":1`:           "one JSON object",
+		`{"name":"x","categoryId":1,}`:         "one JSON object",
+		`{"name":"x","categoryId":1}{}`:        "one JSON object",
+		`{"name":"x","categoryId":1} x`:        "one JSON object",
+		"\ufeff{}":                             "one JSON object",
+		`{"name":"x","categoryId":01}`:         "one JSON object",
+		`{"name":"x","categoryId":NaN}`:        "one JSON object",
+		`{'name':"x","categoryId":1}`:          "one JSON object",
+		strings.Repeat("[", 20000):             "one JSON object",
+		"{\"name\":\"\xff\",\"categoryId\":1}": "UTF-8",
+		"{\"name\":\"\xed\xa0\x80\",\"categoryId\":1}": "UTF-8",
+		`{}`:                                                         "name is required; categoryId is required",
+		`{"name":null,"categoryId":null}`:                            "name must be a string of 1 to 255 characters, not all white space, without U+0000 or unpaired surrogates; categoryId must be an integer",
+		`{"Name":"x","categoryId":1}`:                                `unknown member \"Name\"; name is required`,
+		`{"name":"x","categoryID":1}`:                                `unknown member \"categoryID\"; categoryId is required`,
+		`{"id":1,"name":"x","categoryId":1}`:                         `unknown member \"id\"`,
+		`{"name":"x","name":"x","categoryId":1}`:                     `\"name\" must be given once`,
+		`{"name":"x","n\u0061me":"y","categoryId":1}`:                `\"name\" must be given once`,
+		`{"name":"","categoryId":1}`:                                 "name must be",
+		`{"name":7,"categoryId":1}`:                                  "name must be",
+		"{\"name\":\" \u00a0\u2003\u3000\u0085\",\"categoryId\":1}":  "name must be",
+		`{"name":"\t\n","categoryId":1}`:                             "name must be",
+		`{"name":"a\u0000b","categoryId":1}`:                         "name must be",
+		`{"name":"\uD83D","categoryId":1}`:                           "name must be",
+		`{"name":"\uDC36\uD83D","categoryId":1}`:                     "name must be",
+		`{"name":"\uD83D\uD83D","categoryId":1}`:                     "name must be",
+		`{"name":"\uD83Dx","categoryId":1}`:                          "name must be",
+		`{"name":"\uD83D\n","categoryId":1}`:                         "name must be",
+		`{"name":"` + strings.Repeat("é", 256) + `","categoryId":1}`: "name must be",
+		`{"name":"x","categoryId":"1"}`:                              "categoryId must be",
+		`{"name":"x","categoryId":1.0}`:                              "categoryId must be",
+		`{"name":"x","categoryId":1e2}`:                              "categoryId must be",
+		`{"name":"x","categoryId":-0}`:                               "categoryId must be",
+		`{"name":"x","categoryId":1,"status":null}`:                  "status must be available, pending or sold",
+		`{"name":"x","categoryId":1,"status":""}`:                    "status must be",
+		`{"name":"x","categoryId":1,"status":"SOLD"}`:                "status must be",
+		`{"name":"x","categoryId":1,"status":["sold"]}`:              "status must be",
+		`{"status":1,"name":1,"x":{"name":2},"categoryId":[]}`:       "status must be available, pending or sold; name must be a string of 1 to 255 characters, not all white space, without U+0000 or unpaired surrogates; unknown member \\\"x\\\"; categoryId must be",
+	} {
+		a := s.do("POST", "/v1/pets", body)
+		s.want(a, http.StatusBadRequest, words)
+		if a.header.Get("Location") != "" {
+			t.Errorf("POST %q has a Location", body)
+		}
+	}
+	if a := s.do("GET", "/v1/pets", ""); a.body != "[]\n" {
+		t.Errorf("something was stored: %s", a.body)
+	}
+	exact := `{"name":"x","categoryId":1}`
+	exact += strings.Repeat(" ", maxBody-len(exact))
+	s.want(s.do("POST", "/v1/pets", exact), http.StatusCreated, "")
+	s.want(s.do("POST", "/v1/pets", exact+" "), http.StatusRequestEntityTooLarge, "65536")
+}
+
+func TestContentType(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	for value, status := range map[string]int{
+		"application/json":                    http.StatusCreated,
+		"Application/JSON;charset=\"utf-16\"": http.StatusCreated,
+		"application/json; x":                 http.StatusUnsupportedMediaType,
+		"application/jsonp":                   http.StatusUnsupportedMediaType,
+		"application/merge-patch+json":        http.StatusUnsupportedMediaType,
+		"application/x-www-form-urlencoded":   http.StatusUnsupportedMediaType,
+		"":                                    http.StatusUnsupportedMediaType,
+	} {
+		s.want(s.do("POST", "/v1/pets", `{"name":"x","categoryId":1}`, "Content-Type:"+value), status, "")
+	}
+	s.want(s.do("POST", "/v1/pets", `{"name":"x","categoryId":1}`), http.StatusCreated, "")
+	s.want(s.do("POST", "/v1/pets", `{"name":"x","categoryId":1}`, "Content-Type: application/json", "Content-Type: application/json"),
+		http.StatusUnsupportedMediaType, "application/json")
+}
+
+func TestGetPet(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.add("Rex", 7, "pending")
+	for target, status := range map[string]int{
+		"/v1/pets/1":                            http.StatusOK,
+		"/v1/pets/1?limit=x&anything":           http.StatusOK,
+		"/v1/pets/2":                            http.StatusNotFound,
+		"/v1/pets/-1":                           http.StatusNotFound,
+		"/v1/pets/-0":                           http.StatusNotFound,
+		"/v1/pets/01":                           http.StatusNotFound,
+		"/v1/pets/+1":                           http.StatusNotFound,
+		"/v1/pets/1.0":                          http.StatusNotFound,
+		"/v1/pets/rex":                          http.StatusNotFound,
+		"/v1/pets/%00":                          http.StatusNotFound,
+		"/v1/pets/1%2F":                         http.StatusNotFound,
+		"/v1/pets/%2F":                          http.StatusNotFound,
+		"/v1/pets/9223372036854775807":          http.StatusNotFound,
+		"/v1/pets/9223372036854775808":          http.StatusNotFound,
+		"/v1/pets/" + strings.Repeat("9", 3000): http.StatusNotFound,
+	} {
+		a := s.do("GET", target, "")
+		s.want(a, status, "")
+		if head := s.do("HEAD", target, ""); head.status != status || head.body != "" {
+			t.Errorf("HEAD %s = %d %q, want %d", target, head.status, head.body, status)
+		}
+		for name, want := range map[string]string{"Deprecation": "@1795132800", "Sunset": "Thu, 05 Dec 2030 00:00:00 GMT",
+			"Link": `</v1/pets>; rel="successor-version"`} {
+			if got := a.header.Values(name); len(got) != 1 || got[0] != want {
+				t.Errorf("GET %s has %s %q, want %q", target, name, got, want)
+			}
+		}
+	}
+	if a := s.do("GET", "/v1/pets", ""); a.header.Get("Deprecation")+a.header.Get("Sunset") != "" {
+		t.Error("the list is marked as deprecated")
+	}
+}
+
+// TestRouting is about paths and methods that lead nowhere, for callers with a key and without.
+func TestRouting(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.add("Rex", 7, "sold")
+	for _, c := range []struct {
+		request, allow string
+		status         int
+	}{
+		{"GET /", "", http.StatusNotFound},
+		{"GET /v1", "", http.StatusNotFound},
+		{"GET /v1/", "", http.StatusNotFound},
+		{"GET /v1/pets/", "", http.StatusNotFound},
+		{"GET //v1/pets", "", http.StatusNotFound},
+		{"GET /v1//pets", "", http.StatusNotFound},
+		{"GET /v1/./pets", "", http.StatusNotFound},
+		{"GET /v1/x/../pets", "", http.StatusNotFound},
+		{"GET /v1/pets/1/", "", http.StatusNotFound},
+		{"GET /v1/pets/1/x", "", http.StatusNotFound},
+		{"GET /V1/pets", "", http.StatusNotFound},
+		{"GET /v1%2Fpets", "", http.StatusNotFound},
+		{"POST /v1/pets/", "", http.StatusNotFound},
+		{"GET /store/orders", "", http.StatusNotFound},
+		{"GET /v1/store/orders", "", http.StatusNotFound},
+		{"GET /openapi.json/", "", http.StatusNotFound},
+		{"DELETE /v1/pets", "GET, HEAD, POST", http.StatusMethodNotAllowed},
+		{"OPTIONS /v1/pets", "GET, HEAD, POST", http.StatusMethodNotAllowed},
+		{"BREW /v1/pets", "GET, HEAD, POST", http.StatusMethodNotAllowed},
+		{"POST /v1/pets/1", "GET, HEAD", http.StatusMethodNotAllowed},
+		{"PUT /v1/pets/rex", "GET, HEAD", http.StatusMethodNotAllowed},
+		{"PUT /v1/pets/%2F", "GET, HEAD", http.StatusMethodNotAllowed},
+		{"POST /healthz", "GET, HEAD", http.StatusMethodNotAllowed},
+		{"DELETE /openapi.json", "GET, HEAD", http.StatusMethodNotAllowed},
+	} {
+		method, target, _ := strings.Cut(c.request, " ")
+		a := s.do(method, target, "{")
+		s.want(a, c.status, errorCodes[c.status])
+		if a.header.Get("Allow") != c.allow || a.header.Get("Location") != "" {
+			t.Errorf("%s has Allow %q and Location %q, want Allow %q", c.request, a.header.Get("Allow"), a.header.Get("Location"), c.allow)
+		}
+		a = s.do(method, target, "{", "Authorization:")
+		s.want(a, http.StatusUnauthorized, "unauthorized")
+		if a.header.Get("Allow") != "" {
+			t.Errorf("%s without a key has Allow", c.request)
+		}
+	}
+	for _, target := range []string{"/healthz", "/openapi.json"} {
+		for _, method := range []string{"GET", "HEAD"} {
+			s.want(s.do(method, target, "", "Authorization:"), http.StatusOK, "")
+		}
+	}
+	s.want(s.do("GET", "/healthz", ""), http.StatusOK, `{"status":"ok"}`)
+	if a := s.do("GET", "/openapi.json", ""); a.body != string(openAPI) {
+		t.Error("/openapi.json is another document")
+	}
+	if a := s.do("HEAD", "/v1/pets", ""); a.status != http.StatusOK || a.body != "" {
+		t.Errorf("HEAD /v1/pets = %d %q", a.status, a.body)
+	}
+	r := httptest.NewRequest("OPTIONS", "/", nil)
+	r.URL.Path, r.RequestURI = "*", "*"
+	w := httptest.NewRecorder()
+	s.ServeHTTP(w, r)
+	s.want(checked(t, r, w.Result()), http.StatusUnauthorized, "")
+}
+
+func TestTheFirstFaultAnswers(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	large := strings.Repeat("x", maxBody+1)
+	text, badKey := "Content-Type: text/plain", "Idempotency-Key: a b"
+	s.want(s.do("POST", "/v1/pets", large, text, badKey, "Authorization: Bearer x"), http.StatusUnauthorized, "")
+	s.want(s.do("PATCH", "/v1/pets", large, text, badKey), http.StatusMethodNotAllowed, "")
+	s.want(s.do("POST", "/v1/pets", large, text, badKey), http.StatusUnsupportedMediaType, "")
+	s.want(s.do("POST", "/v1/pets", large, badKey), http.StatusBadRequest, "Idempotency-Key")
+	s.want(s.do("POST", "/v1/pets", large), http.StatusRequestEntityTooLarge, "")
+}
+
+func TestKeyCheck(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	const missing, invalid = `Bearer realm="animalstore"`, `Bearer realm="animalstore", error="invalid_token"`
+	for _, c := range []struct {
+		headers   string
+		challenge string // "" if the key is to be accepted
+	}{
+		{"Authorization: Bearer test-key", ""},
+		{"Authorization: bearer  other-key", ""},
+		{"Authorization: BEARER test-key", ""},
+		{"Authorization:", missing},
+		{"Authorization: Basic dGVzdC1rZXk=", missing},
+		{"Authorization: Bearer", missing},
+		{"Authorization: test-key", missing},
+		{"Authorization: Bearertest-key", missing},
+		{"Authorization: Bearer test-ke", invalid},
+		{"Authorization: Bearer test-key2", invalid},
+		{"Authorization: Bearer TEST-KEY", invalid},
+		{"Authorization: Bearer test-key,other-key", invalid},
+		{"Authorization: Bearer test-key|Authorization: Bearer test-key", invalid},
+		{"Authorization: Basic x|Authorization: Bearer test-key", invalid},
+	} {
+		a := s.do("GET", "/v1/pets", "", strings.Split(c.headers, "|")...)
+		if c.challenge == "" {
+			s.want(a, http.StatusOK, "")
+		} else {
+			s.want(a, http.StatusUnauthorized, "API key")
+		}
+		if got := a.header.Get("WWW-Authenticate"); got != c.challenge {
+			t.Errorf("%s is answered with the challenge %q, want %q", c.headers, got, c.challenge)
+		}
+		if strings.Contains(a.body, "test-key") {
+			t.Errorf("the answer gives the key away: %s", a.body)
+		}
+	}
+	s.want(s.do("GET", "/v1/pets?access_token=test-key", "", "Authorization:"), http.StatusUnauthorized, "")
+}
+
+// TestLog is about the line that each request has in the log, and what must not be there.
+func TestLog(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	var log bytes.Buffer
+	s.Handler.(*server).log = slog.New(slog.NewTextHandler(&log, nil))
+	line := func(a reply) string {
+		defer log.Reset()
+		if n := strings.Count(log.String(), "\n"); n != 1 || !strings.Contains(log.String(), "id="+a.header.Get("X-Request-Id")) {
+			t.Errorf("%d lines for request %s: %s", n, a.header.Get("X-Request-Id"), log.String())
+		}
+		return log.String()
+	}
+	got := line(s.do("GET", "/v1/pets?limit=7", "", "X-Request-Id: mine"))
+	for _, word := range []string{"level=INFO msg=request ", " method=GET path=/v1/pets status=200 bytes=3 duration=", " key=62af8704\n"} {
+		if !strings.Contains(got, word) {
+			t.Errorf("no %q in %s", word, got)
+		}
+	}
+	for _, word := range []string{testKey, "limit", "mine"} {
+		if strings.Contains(got, word) {
+			t.Errorf("%q is in %s", word, got)
+		}
+	}
+	if got := line(s.do("GET", "/v1/pets/x%0Ay", "", "Authorization: Bearer guess")); strings.Contains(got, "guess") ||
+		strings.Contains(got, "key=") || !strings.Contains(got, `path="/v1/pets/x\ny" status=401`) {
+		t.Error(got)
+	}
+	s.sql("ALTER TABLE pets RENAME TO hidden")
+	a := s.do("GET", "/v1/pets", "")
+	s.want(a, http.StatusInternalServerError, "internal error")
+	if got := line(a); !strings.Contains(got, "no such table") || !strings.Contains(got, "level=ERROR") || strings.Contains(a.body, "table") {
+		t.Errorf("log %s, answer %s", got, a.body)
+	}
+}
+
+func TestPanicIsAnInternalErrorForItsRequestAlone(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	var log bytes.Buffer
+	srv := s.Handler.(*server)
+	srv.log = slog.New(slog.NewTextHandler(&log, nil))
+	srv.mux.Handle("GET /panic", answer(func(http.ResponseWriter, *http.Request) error { panic("boo") }))
+	srv.mux.Handle("GET /abort", answer(func(http.ResponseWriter, *http.Request) error { panic(http.ErrAbortHandler) }))
+	s.want(s.do("GET", "/panic", ""), http.StatusInternalServerError, "internal error")
+	if !strings.Contains(log.String(), "boo") || !strings.Contains(log.String(), "server_test.go") {
+		t.Errorf("the log does not tell of the panic: %s", log.String())
+	}
+	func() {
+		defer func() {
+			if p := recover(); p != http.ErrAbortHandler {
+				t.Errorf("recovered %v", p)
+			}
+		}()
+		s.do("GET", "/abort", "")
+	}()
+	s.want(s.do("GET", "/v1/pets", ""), http.StatusOK, "[]")
+}
+
+// TestSlowBodyIsTimedOut sends half of a body, as a client that has stalled.
+func TestSlowBodyIsTimedOut(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	ts := httptest.NewUnstartedServer(s)
+	ts.Config.ReadTimeout = 100 * time.Millisecond
+	ts.Start()
+	defer ts.Close()
+	r, _ := http.NewRequest("POST", ts.URL+"/v1/pets", io.MultiReader(strings.NewReader(`{"name":`), stalled{t.Context()}))
+	r.ContentLength = 1000
+	setHeaders(r, nil)
+	resp, err := http.DefaultTransport.RoundTrip(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.want(checked(t, r, resp), http.StatusRequestTimeout, "in time")
+	if !resp.Close {
+		t.Error("the connection is kept for more")
+	}
+	s.want(s.do("GET", "/v1/pets", ""), http.StatusOK, "[]")
+}
+
+// stalled is a body that does not come.
+type stalled struct{ ctx context.Context }
+
+func (s stalled) Read([]byte) (int, error) {
+	<-s.ctx.Done()
+	return 0, io.EOF
+}
+
+// TestBodyThatEndsEarly is about a client that goes away in the middle of its request.
+func TestBodyThatEndsEarly(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	r := httptest.NewRequest("POST", "/v1/pets", io.MultiReader(strings.NewReader(`{"name":`), errReader{}))
+	setHeaders(r, nil)
+	w := httptest.NewRecorder()
+	s.ServeHTTP(w, r)
+	s.want(checked(t, r, w.Result()), http.StatusBadRequest, "ended early")
+}
+
+type errReader struct{}
+
+func (errReader) Read([]byte) (int, error) { return 0, io.ErrUnexpectedEOF }
+
+// TestClientThatGoesAwayLeavesTheAnimal is about a create whose client does not wait for the answer.
+func TestClientThatGoesAwayLeavesTheAnimal(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	unlock := s.lock()
+	ctx, leave := context.WithCancel(t.Context())
+	r := httptest.NewRequestWithContext(ctx, "POST", "/v1/pets", strings.NewReader(`{"name":"Rex","categoryId":7}`))
+	setHeaders(r, []string{"Idempotency-Key: k"})
+	answered := make(chan struct{})
+	go func() {
+		defer close(answered)
+		s.ServeHTTP(httptest.NewRecorder(), r)
+	}()
+	leave()
+	unlock()
+	<-answered
+	a := s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`, "Idempotency-Key: k")
+	s.want(a, http.StatusCreated, `"id":1,`)
+	if a.header.Get("Idempotency-Replayed") != "true" {
+		t.Error("the create of the client that left was not completed")
+	}
+}
+
+// lock takes the write lock from outside the service until the returned function is called.
+func (s *service) lock() (unlock func()) {
+	s.t.Helper()
+	db, err := sql.Open("sqlite", dsn(s.db, "rw"))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	db.SetMaxOpenConns(1)
+	if _, err := db.Exec("BEGIN IMMEDIATE"); err != nil {
+		s.t.Fatal(err)
+	}
+	return sync.OnceFunc(func() { db.Close() })
+}
+
+func TestIdempotencyKey(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	const animal = `{"name":"Rex","categoryId":7}`
+	first := s.do("POST", "/v1/pets", animal, "Idempotency-Key: k")
+	s.want(first, http.StatusCreated, `"id":1,`)
+	if first.header.Get("Idempotency-Replayed") != "" {
+		t.Error("the first answer claims to be a replay")
+	}
+	s.sql("UPDATE pets SET name = 'edited' WHERE id = 1")
+	for _, same := range []string{animal, `{ "status":"available", "categoryId":7, "name":"\u0052ex" }`} {
+		again := s.do("POST", "/v1/pets", same, "Idempotency-Key: k")
+		if again.status != http.StatusCreated || again.body != first.body || again.header.Get("Idempotency-Replayed") != "true" ||
+			again.header.Get("Location") != first.header.Get("Location") {
+			t.Errorf("repeated %s = %d %s %v, want %s", same, again.status, again.body, again.header, first.body)
+		}
+	}
+	for _, other := range []string{`{"name":"rex","categoryId":7}`, `{"name":"Rex","categoryId":8}`, `{"name":"Rex","categoryId":7,"status":"sold"}`} {
+		a := s.do("POST", "/v1/pets", other, "Idempotency-Key: k")
+		s.want(a, http.StatusUnprocessableEntity, "idempotency_key_reused")
+		if a.header.Get("Location")+a.header.Get("Idempotency-Replayed") != "" {
+			t.Errorf("%s is answered with %v", other, a.header)
+		}
+	}
+	s.want(s.do("POST", "/v1/pets", `{"name":1}`, "Idempotency-Key: k"), http.StatusBadRequest, "name must")
+	s.want(s.do("POST", "/v1/pets", animal, "Idempotency-Key: K"), http.StatusCreated, `"id":2,`)
+	s.want(s.do("POST", "/v1/pets", animal, "Idempotency-Key: k", "Authorization: Bearer "+otherKey), http.StatusCreated, `"id":3,`)
+	s.want(s.do("POST", "/v1/pets", animal), http.StatusCreated, `"id":4,`)
+	for _, bad := range []string{"Idempotency-Key:", "Idempotency-Key: a b", "Idempotency-Key: é", "Idempotency-Key: a|Idempotency-Key: a"} {
+		s.want(s.do("POST", "/v1/pets", animal, strings.Split(bad, "|")...), http.StatusBadRequest, "1 to 255 visible ASCII")
+	}
+	if got := len(decode[[]pet](t, s.do("GET", "/v1/pets", ""))); got != 4 {
+		t.Errorf("there are %d animals, want 4", got)
+	}
+}
+
+func TestIdempotencyKeyIsForgottenAfterADay(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	const animal = `{"name":"Rex","categoryId":7}`
+	for i := range purgeBatch + 2 {
+		s.do("POST", "/v1/pets", animal, fmt.Sprint("Idempotency-Key: ", i))
+	}
+	age := func(d time.Duration) {
+		s.sql("UPDATE idempotency_keys SET created = unixepoch() - ?", int64(d.Seconds()))
+	}
+	age(keyLifetime - time.Minute)
+	s.want(s.do("POST", "/v1/pets", animal, "Idempotency-Key: 0"), http.StatusCreated, `"id":1,`)
+	age(-keyLifetime) // the clock was set back
+	s.want(s.do("POST", "/v1/pets", animal, "Idempotency-Key: 0"), http.StatusCreated, `"id":1,`)
+	age(keyLifetime)
+	s.want(s.do("POST", "/v1/pets", animal, "Idempotency-Key: 0"), http.StatusCreated, fmt.Sprintf(`"id":%d,`, purgeBatch+3))
+	s.want(s.do("POST", "/v1/pets", animal, "Idempotency-Key: 0"), http.StatusCreated, fmt.Sprintf(`"id":%d,`, purgeBatch+3))
+	if next := s.store.purgeKeys(); next != 0 {
+		t.Errorf("a full batch is followed by the next in %v, want at once", next)
+	}
+	if next := s.store.purgeKeys(); next != purgeInterval {
+		t.Errorf("the last batch is followed by the next in %v, want %v", next, purgeInterval)
+	}
+	var left int
+	if err := s.store.writer.QueryRow("SELECT count(*) FROM idempotency_keys").Scan(&left); err != nil || left != 1 {
+		t.Errorf("%d keys are left (%v), want 1", left, err)
+	}
+}
+
+func TestSimultaneousRepeatsMakeOneAnimal(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	const n = 32
+	answers := make([]reply, n)
+	var all sync.WaitGroup
+	for i := range n {
+		all.Go(func() {
+			answers[i] = s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`, "Idempotency-Key: k")
+		})
+	}
+	all.Wait()
+	originals := 0
+	for _, a := range answers {
+		s.want(a, http.StatusCreated, `{"id":1,`)
+		if a.body != answers[0].body {
+			t.Errorf("answers differ: %s and %s", a.body, answers[0].body)
+		}
+		if a.header.Get("Idempotency-Replayed") == "" {
+			originals++
+		}
+	}
+	if originals != 1 {
+		t.Errorf("%d answers claim to be the first", originals)
+	}
+	if got := len(decode[[]pet](t, s.do("GET", "/v1/pets", ""))); got != 1 {
+		t.Errorf("there are %d animals, want 1", got)
+	}
+}
+
+func TestAnimalsOutliveTheProcess(t *testing.T) {
+	t.Parallel()
+	db := filepath.Join(t.TempDir(), "animals.db")
+	t.Run("first", func(t *testing.T) {
+		s := openService(t, db)
+		s.add("Rex", 7, "sold")
+		s.do("POST", "/v1/pets", `{"name":"Tom","categoryId":8}`, "Idempotency-Key: k")
+		s.sql("DELETE FROM pets WHERE id = 2")
+	})
+	for _, suffix := range []string{"-wal", "-shm"} {
+		if _, err := os.Stat(db + suffix); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("%s is left behind: %v", suffix, err)
+		}
+	}
+	s := openService(t, db)
+	s.want(s.do("GET", "/v1/pets", ""), http.StatusOK, `[{"id":1,"name":"Rex","categoryId":7,"status":"sold"}]`)
+	a := s.do("POST", "/v1/pets", `{"name":"Tom","categoryId":8}`, "Idempotency-Key: k")
+	s.want(a, http.StatusCreated, `"id":2,`)
+	if a.header.Get("Idempotency-Replayed") != "true" {
+		t.Error("the key is forgotten")
+	}
+	if p := s.add("new", 1, "sold"); p.ID != 3 {
+		t.Errorf("id %d is used again", p.ID)
+	}
+}
+
+// TestCreatesWaitForALock holds the database locked for a while, then for longer than creates wait.
+func TestCreatesWaitForALock(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.add("first", 1, "sold")
+	create := func(n int) (answers []reply) {
+		answers = make([]reply, n)
+		var all sync.WaitGroup
+		for i := range n {
+			all.Go(func() { answers[i] = s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`) })
+		}
+		all.Wait()
+		return answers
+	}
+	unlock := s.lock()
+	time.AfterFunc(100*time.Millisecond, unlock)
+	for _, a := range create(10) {
+		s.want(a, http.StatusCreated, "")
+	}
+	unlock = s.lock()
+	defer unlock()
+	start := time.Now()
+	for _, a := range create(10) {
+		s.want(a, http.StatusServiceUnavailable, "not available")
+	}
+	if took := time.Since(start); took < busyTimeout || took > 8*time.Second {
+		t.Errorf("refused after %v", took)
+	}
+	s.want(s.do("GET", "/v1/pets?limit=1", ""), http.StatusOK, "first")
+	s.want(s.do("GET", "/healthz", ""), http.StatusOK, "ok")
+	unlock()
+	s.want(create(1)[0], http.StatusCreated, `"id":12,`)
+}
+
+func TestFullDatabase(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.fill()
+	s.want(s.do("GET", "/v1/pets?limit=1", ""), http.StatusOK, "xxx")
+	s.want(s.do("GET", "/healthz", ""), http.StatusOK, "ok")
+	if _, err := s.store.writer.Exec("PRAGMA max_page_count = 1000000"); err != nil {
+		t.Fatal(err)
+	}
+	s.add("Rex", 7, "sold")
+}
+
+func TestFullQueue(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	unlock := s.lock()
+	defer unlock()
+	var refused atomic.Int64
+	var all sync.WaitGroup
+	for range queueLength + 100 {
+		all.Go(func() {
+			if _, _, err := s.store.create(caller{}, "", newPet{"Rex", 7, "sold"}); errors.Is(err, errUnavailable) {
+				refused.Add(1)
+			} else if err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	eventually(t, "a create is refused", func() bool { return refused.Load() > 0 })
+	unlock()
+	all.Wait()
+	if n := refused.Load(); n > 100 {
+		t.Errorf("%d creates were refused, want 100 at most", n)
+	}
+	s.add("Tom", 7, "sold")
+}
+
+// TestOneInsertFailsAlone has a trigger refuse an animal that is committed together with others.
+func TestOneInsertFailsAlone(t *testing.T) {
+	t.Parallel()
+	for _, action := range []string{"ABORT", "ROLLBACK"} {
+		s := newService(t)
+		s.sql("CREATE TRIGGER refuse BEFORE INSERT ON pets WHEN new.name = 'bad' BEGIN SELECT RAISE(" + action + ", 'refused'); END")
+		unlock := s.lock()
+		var all sync.WaitGroup
+		for i := range 20 {
+			all.Go(func() {
+				name, status := "good", http.StatusCreated
+				if i%5 == 0 {
+					name, status = "bad", http.StatusInternalServerError
+				}
+				s.want(s.do("POST", "/v1/pets", fmt.Sprintf(`{"name":%q,"categoryId":7}`, name), fmt.Sprint("Idempotency-Key: ", i)), status, "")
+			})
+		}
+		eventually(t, "all creates wait", func() bool { return len(s.store.queue) >= 19 })
+		unlock()
+		all.Wait()
+		a := s.do("GET", "/v1/pets?limit=100", "")
+		if got := len(decode[[]pet](t, a)); got != 16 || strings.Contains(a.body, "bad") {
+			t.Errorf("%s: %d animals are stored, want 16: %s", action, got, a.body)
+		}
+		s.want(s.do("POST", "/v1/pets", `{"name":"good","categoryId":7}`, "Idempotency-Key: 0"), http.StatusCreated, "good")
+	}
+}
+
+// TestDatabaseFileIsTakenAway is about a file that is deleted or replaced while it is in use.
+func TestDatabaseFileIsTakenAway(t *testing.T) {
+	t.Parallel()
+	const animal = `{"name":"Rex","categoryId":7}`
+	s := newService(t)
+	s.add("first", 1, "sold")
+	for what, harm := range map[string]func() (repair func()){
+		"deleted": s.moveAway,
+		"replaced": func() func() {
+			back := s.moveAway()
+			if err := os.WriteFile(s.db, s.header(), 0o644); err != nil {
+				t.Fatal(err)
+			}
+			return back
+		},
+		"without its log": func() func() {
+			s := &service{t: t, db: s.db + "-wal"}
+			return s.moveAway()
+		},
+	} {
+		repair := harm()
+		a := s.do("POST", "/v1/pets", animal)
+		s.want(a, http.StatusServiceUnavailable, "not available")
+		if strings.Contains(a.body, filepath.Base(s.db)) {
+			t.Errorf("%s: the answer names the file: %s", what, a.body)
+		}
+		s.want(s.do("GET", "/healthz", ""), http.StatusServiceUnavailable, "unavailable")
+		repair()
+		s.want(s.do("GET", "/healthz", ""), http.StatusOK, "ok")
+		s.want(s.do("POST", "/v1/pets", animal), http.StatusCreated, "Rex")
+	}
+	f, err := os.OpenFile(s.db, os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { f.Close() }) // late: closing it drops SQLite's locks
+	header := make([]byte, 100)
+	for i, b := range [][]byte{header, s.header()} {
+		if _, err := f.WriteAt(b, 0); err != nil {
+			t.Fatal(err)
+		}
+		s.want(s.do("GET", "/healthz", ""), []int{http.StatusServiceUnavailable, http.StatusOK}[i], "")
+	}
+}
+
+// header returns the first bytes of the database file.
+func (s *service) header() []byte {
+	b := make([]byte, 100)
+	s.store.file.ReadAt(b, 0)
+	return b
+}
+
+// TestEditFromOutsideShows is about what the sqlite3 program, say, does to the database of a running service.
+func TestEditFromOutsideShows(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.add("Rex", 7, "sold")
+	for i := range 3 {
+		name := fmt.Sprint("edit ", i)
+		s.do("GET", "/v1/pets", "")
+		s.do("GET", "/v1/pets/1", "")
+		s.sql("UPDATE pets SET name = ?", name)
+		edited := time.Now()
+		for _, target := range []string{"/v1/pets", "/v1/pets/1"} {
+			eventually(t, "the edit shows", func() bool { return strings.Contains(s.do("GET", target, "").body, name) })
+		}
+		if took := time.Since(edited); took > 10*time.Second {
+			t.Errorf("that took %v", took)
+		}
+	}
+	for _, edit := range []string{
+		`UPDATE pets SET name = ''`,
+		`UPDATE pets SET name = char(9, 160, 12288)`,
+		`UPDATE pets SET name = 'a' || char(0)`,
+		`UPDATE pets SET name = printf('%.256c', 'x')`,
+		`UPDATE pets SET name = NULL`,
+		`UPDATE pets SET name = x'00'`,
+		`UPDATE pets SET category_id = 1.5`,
+		`UPDATE pets SET category_id = 'one'`,
+		`UPDATE pets SET status = 'lost'`,
+		`UPDATE pets SET id = 0`,
+		`INSERT INTO pets (id, name, category_id) VALUES (-1, 'x', 1)`,
+	} {
+		db, err := sql.Open("sqlite", dsn(s.db, "rw"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := db.Exec(edit); err == nil {
+			t.Errorf("%s is allowed", edit)
+		}
+		db.Close()
+	}
+	s.sql(`INSERT INTO pets (id, name, category_id) VALUES (9223372036854775806, 'last', 1)`)
+	if p := s.add("really last", 1, "sold"); p.ID != math.MaxInt64 {
+		t.Errorf("the id after the last but one is %d", p.ID)
+	}
+	s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`), http.StatusServiceUnavailable, "")
+}
+
+// TestCacheIsNeverBehindAnAcknowledgedWrite reads what was just written, by URLs that are in the cache.
+func TestCacheIsNeverBehindAnAcknowledgedWrite(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	var all sync.WaitGroup
+	for range 8 {
+		all.Go(func() {
+			for range 20 {
+				p := s.add("Rex", 7, "sold")
+				a := s.do("GET", fmt.Sprintf("/v1/pets?after=%d&limit=1", p.ID-1), "")
+				if got := decode[[]pet](t, a); len(got) != 1 || got[0] != p {
+					t.Errorf("animal %d was acknowledged but the list is %v", p.ID, got)
+				}
+				a = s.do("GET", "/v1/pets?limit=100", "")
+				if got := decode[[]pet](t, a); p.ID <= 100 && int64(len(got)) < p.ID {
+					t.Errorf("animal %d was acknowledged but the list ends at %d", p.ID, len(got))
+				}
+			}
+		})
+	}
+	all.Wait()
+}
+
+func TestCacheStaysSmall(t *testing.T) {
+	t.Parallel()
+	var version atomic.Int64
+	c := newAnswerCache(&version)
+	made := 0
+	h := answer(c.wrap(func(w http.ResponseWriter, r *http.Request) error {
+		made++
+		w.Header().Set("Link", "</>")
+		writeBody(w, http.StatusOK, bytes.Repeat([]byte("x"), 10_000))
+		return nil
+	}))
+	get := func(i int) {
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, httptest.NewRequest("GET", fmt.Sprint("/", i), nil))
+		if w.Body.Len() != 10_000 || w.Header().Get("Link") != "</>" {
+			t.Fatalf("got %d bytes, Link %q", w.Body.Len(), w.Header().Get("Link"))
+		}
+	}
+	for i := range 3000 {
+		get(i)
+		get(i)
+		if c.size > maxCache {
+			t.Fatalf("the cache holds %d bytes", c.size)
+		}
+	}
+	if made != 3000 {
+		t.Errorf("%d answers were made for 3000 URLs", made)
+	}
+	version.Add(1)
+	get(2999)
+	if made != 3001 || len(c.answers) != 1 {
+		t.Errorf("after a change %d answers were made, and %d are kept", made-3000, len(c.answers))
+	}
+}
+
+func TestQueriesNeitherScanNorSort(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	for _, query := range []string{listSQL, listByStatusSQL, getSQL, findKeySQL, purgeSQL} {
+		args := make([]any, strings.Count(query, "?"))
+		for i := range args {
+			args[i] = 1
+		}
+		rows, err := s.store.writer.Query("EXPLAIN QUERY PLAN "+query, args...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		steps := 0
+		for ; rows.Next(); steps++ {
+			var id, parent, unused int
+			var detail string
+			if err := rows.Scan(&id, &parent, &unused, &detail); err != nil {
+				t.Fatal(err)
+			}
+			if strings.Contains(detail, "TEMP B-TREE") || strings.HasPrefix(detail, "SCAN") && detail != "SCAN idempotency_keys" {
+				t.Errorf("%s: %s", query, detail)
+			}
+		}
+		rows.Close()
+		if steps == 0 {
+			t.Errorf("%s has no plan", query)
+		}
+	}
+}
+
+// process is the program, running as a process of its own.
+type process struct {
+	t    testing.TB
+	cmd  *exec.Cmd
+	url  string // of the service, once it has started
+	log  strings.Builder
+	read chan struct{} // closed when the log has ended
+}
+
+// command prepares the program to run with the arguments, by way of a line of shell that ends in exec "$0" "$@".
+func command(shell string, args ...string) *exec.Cmd {
+	cmd := exec.Command("sh", append([]string{"-c", shell, os.Args[0]}, args...)...)
+	cmd.Env = append(os.Environ(), "ANIMALSTORE_PROCESS=1", "API_KEYS="+testKey)
+	return cmd
+}
+
+// startProcess starts the program and waits until it serves.
+func startProcess(t testing.TB, cmd *exec.Cmd) *process {
+	t.Helper()
+	p := &process{t: t, cmd: cmd, read: make(chan struct{})}
+	stderr, err := cmd.StderrPipe()
+	if err == nil {
+		err = cmd.Start()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		cmd.Process.Kill()
+		<-p.read
+		cmd.Wait()
+	})
+	started := make(chan string, 1)
+	go func() {
+		defer close(p.read)
+		defer close(started)
+		lines := bufio.NewScanner(stderr)
+		for lines.Scan() {
+			fmt.Fprintln(&p.log, lines.Text())
+			if address := regexp.MustCompile(`msg=started address=(\S+)`).FindStringSubmatch(lines.Text()); address != nil {
+				started <- address[1]
+			}
+		}
+	}()
+	address, ok := <-started
+	if !ok {
+		t.Fatalf("the program ended: %s", p.log.String())
+	}
+	p.url = "http://" + address
+	return p
+}
+
+// stop sends the signals and returns the exit status and the log.
+func (p *process) stop(signals ...syscall.Signal) (status int, log string) {
+	p.t.Helper()
+	for _, sig := range signals {
+		p.cmd.Process.Signal(sig)
+	}
+	<-p.read
+	p.cmd.Wait()
+	return p.cmd.ProcessState.ExitCode(), p.log.String()
+}
+
+// send sends a request by the client.
+func send(client *http.Client, method, url, body string, headers ...string) (status int, text string, err error) {
+	r, err := http.NewRequest(method, url, strings.NewReader(body))
+	if err != nil {
+		return 0, "", err
+	}
+	setHeaders(r, headers)
+	resp, err := client.Do(r)
+	if err != nil {
+		return 0, "", err
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	return resp.StatusCode, string(b), err
+}
+
+const execSelf = `exec "$0" "$@"`
+
+// TestKilledProcessLosesNothing kills the program again and again while clients add animals.
+func TestKilledProcessLosesNothing(t *testing.T) {
+	t.Parallel()
+	db := filepath.Join(t.TempDir(), "animals.db")
+	var mu sync.Mutex
+	acknowledged := map[string]string{} // Idempotency-Key to body
+	sent := 0
+	for round := range 6 {
+		p := startProcess(t, command(execSelf, "-addr", "127.0.0.1:0", "-db", db))
+		client := &http.Client{Transport: &http.Transport{}}
+		add := func(key string) error {
+			status, body, err := send(client, "POST", p.url+"/v1/pets", fmt.Sprintf(`{"name":%q,"categoryId":1}`, key), "Idempotency-Key: "+key)
+			if err != nil {
+				return err
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			if before := acknowledged[key]; status != http.StatusCreated || before != "" && before != body {
+				t.Errorf("round %d: %s is answered with %d %s, before that with %s", round, key, status, body, before)
+			}
+			acknowledged[key] = body
+			return nil
+		}
+		for i := range sent { // what was asked for before: acknowledged or not, it is there once now
+			if err := add(fmt.Sprint("animal-", i)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		var adding sync.WaitGroup
+		var added atomic.Int64
+		for range 16 {
+			adding.Go(func() {
+				for {
+					mu.Lock()
+					key := fmt.Sprint("animal-", sent)
+					sent++
+					mu.Unlock()
+					if add(key) != nil {
+						return
+					}
+					added.Add(1)
+				}
+			})
+		}
+		eventually(t, "some animals are added", func() bool { return added.Load() > 40 })
+		p.stop(syscall.SIGKILL)
+		adding.Wait()
+		client.CloseIdleConnections()
+	}
+	s := openService(t, db)
+	var result string
+	if err := s.store.writer.QueryRow("PRAGMA integrity_check").Scan(&result); err != nil || result != "ok" {
+		t.Errorf("integrity_check: %s %v", result, err)
+	}
+	for key, body := range acknowledged {
+		p := decode[pet](t, reply{body: body})
+		if a := s.do("GET", fmt.Sprint("/v1/pets/", p.ID), ""); a.body != body {
+			t.Errorf("%s was acknowledged as %s, and is %s", key, body, a.body)
+		}
+	}
+	var names, distinct int
+	if err := s.store.writer.QueryRow("SELECT count(name), count(DISTINCT name) FROM pets").Scan(&names, &distinct); err != nil || names != distinct {
+		t.Errorf("%d animals have %d names (%v)", names, distinct, err)
+	}
+}
+
+// TestRestartUnderLoadRefusesNothing restarts the program on a socket that it is handed, as systemd would.
+func TestRestartUnderLoadRefusesNothing(t *testing.T) {
+	t.Parallel()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	socket, err := ln.(*net.TCPListener).File()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer socket.Close()
+	db := filepath.Join(t.TempDir(), "animals.db")
+	start := func() *process {
+		cmd := command(`LISTEN_FDS=1 LISTEN_PID=$$ `+execSelf, "-addr", "192.0.2.1:1", "-db", db)
+		cmd.ExtraFiles = []*os.File{socket}
+		return startProcess(t, cmd)
+	}
+	p := start()
+	if want := "http://" + ln.Addr().String(); p.url != want {
+		t.Fatalf("serves %s, want %s", p.url, want)
+	}
+	url, done := p.url, make(chan struct{})
+	var load sync.WaitGroup
+	var answered atomic.Int64
+	for i := range 8 {
+		load.Go(func() {
+			client := &http.Client{Transport: &http.Transport{DisableKeepAlives: i%2 == 0}}
+			defer client.CloseIdleConnections()
+			for {
+				select {
+				case <-done:
+					return
+				default:
+				}
+				status, body, err := send(client, "POST", url+"/v1/pets", `{"name":"Rex","categoryId":7}`)
+				if err != nil || status != http.StatusCreated {
+					t.Errorf("%d %s %v", status, body, err)
+				}
+				answered.Add(1)
+			}
+		})
+	}
+	for range 3 {
+		before := answered.Load()
+		eventually(t, "the load runs", func() bool { return answered.Load() > before+100 })
+		if status, log := p.stop(syscall.SIGTERM); status != 0 || !strings.Contains(log, "msg=stopped signal=terminated draining=") {
+			t.Errorf("stopped with status %d: %s", status, log)
+		}
+		p = start()
+	}
+	close(done)
+	load.Wait()
+	status, body, err := send(http.DefaultClient, "GET", fmt.Sprintf("%s/v1/pets?after=%d", url, answered.Load()-1), "")
+	if err != nil || status != http.StatusOK || strings.Count(body, `"id"`) != 1 {
+		t.Errorf("%d creates were acknowledged, the last is %s (%v)", answered.Load(), body, err)
+	}
+}
+
+// TestSecondSignalEndsAtOnce has a request in flight that would hold up the end.
+func TestSecondSignalEndsAtOnce(t *testing.T) {
+	t.Parallel()
+	for shell, sig := range map[string]syscall.Signal{execSelf: syscall.SIGTERM, `trap "" INT; ` + execSelf: syscall.SIGINT} {
+		p := startProcess(t, command(shell, "-addr", "127.0.0.1:0", "-db", filepath.Join(t.TempDir(), "animals.db")))
+		conn, err := net.Dial("tcp", strings.TrimPrefix(p.url, "http://"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		fmt.Fprintf(conn, "POST /v1/pets HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n", testKey)
+		if line, err := bufio.NewReader(conn).ReadString('\n'); !strings.Contains(line, "100 Continue") {
+			t.Fatal(line, err)
+		}
+		p.cmd.Process.Signal(sig)
+		eventually(t, "the service stops to listen", func() bool {
+			c, err := net.Dial("tcp", conn.RemoteAddr().String())
+			if err == nil {
+				c.Close()
+			}
+			return err != nil
+		})
+		if status, log := p.stop(sig); status != 1 || strings.Contains(log, "msg=stopped") {
+			t.Errorf("%v twice: status %d, log %s", sig, status, log)
+		}
+	}
+}
+
+// TestDrain ends the service while a request is in flight: it is still answered.
+func TestDrain(t *testing.T) {
+	t.Parallel()
+	url, stop := startRun(t, map[string]string{"API_KEYS": testKey})
+	body, rest := io.Pipe()
+	r, _ := http.NewRequest("POST", url+"/v1/pets", body)
+	setHeaders(r, []string{"Content-Type: application/json"})
+	answered := make(chan reply)
+	go func() {
+		resp, err := http.DefaultTransport.RoundTrip(r)
+		if err != nil {
+			t.Error(err)
+			close(answered)
+			return
+		}
+		answered <- checked(t, r, resp)
+	}()
+	rest.Write([]byte(`{"name":"Rex",`))
+	ended := make(chan int)
+	go func() { status, _ := stop(); ended <- status }()
+	eventually(t, "the service stops to listen", func() bool {
+		c, err := net.Dial("tcp", strings.TrimPrefix(url, "http://"))
+		if err == nil {
+			c.Close()
+		}
+		return err != nil
+	})
+	rest.Write([]byte(`"categoryId":7}`))
+	rest.Close()
+	if a := <-answered; a.status != http.StatusCreated || a.header.Get("Connection") != "" && a.header.Get("Connection") != "close" {
+		t.Errorf("the request in flight is answered with %d %s", a.status, a.body)
+	}
+	if status := <-ended; status != 0 {
+		t.Errorf("the exit status is %d", status)
+	}
+}
+
+// startRun runs the program in this process until stop is called, which returns the exit status and the log.
+func startRun(t testing.TB, env map[string]string, args ...string) (url string, stop func() (int, string)) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	pr, pw := io.Pipe()
+	ended := make(chan int, 1)
+	args = append([]string{"-addr", "localhost:0", "-db", filepath.Join(t.TempDir(), "animals.db")}, args...)
+	go func() {
+		ended <- run(ctx, args, lookup(env), io.Discard, pw)
+		pw.Close()
+	}()
+	var log strings.Builder
+	lines := bufio.NewScanner(pr)
+	for lines.Scan() {
+		fmt.Fprintln(&log, lines.Text())
+		if _, rest, ok := strings.Cut(lines.Text(), "msg=started address="); ok {
+			url, _, _ = strings.Cut(rest, " ")
+			break
+		}
+	}
+	read := make(chan struct{})
+	go func() {
+		defer close(read)
+		for lines.Scan() {
+			fmt.Fprintln(&log, lines.Text())
+		}
+	}()
+	if url == "" {
+		t.Fatalf("did not start: %s", log.String())
+	}
+	return "http://" + url, func() (int, string) {
+		cancel()
+		<-read
+		return <-ended, log.String()
+	}
+}
+
+// lookup is os.LookupEnv for the given environment.
+func lookup(env map[string]string) func(string) (string, bool) {
+	return func(name string) (string, bool) {
+		value, ok := env[name]
+		return value, ok
+	}
+}
+
+func TestWithoutAKeyOneIsMadeForThisRun(t *testing.T) {
+	t.Parallel()
+	url, stop := startRun(t, nil)
+	status, log := 0, ""
+	if code, body, err := send(http.DefaultClient, "GET", url+"/v1/pets", ""); code != http.StatusUnauthorized {
+		t.Errorf("got %d %s %v", code, body, err)
+	}
+	status, log = stop()
+	if key := regexp.MustCompile(`api_key=[A-Z2-7]{26}\n`); status != 0 || !key.MatchString(log) || !strings.Contains(log, "keys=1") {
+		t.Errorf("status %d, log %s", status, log)
+	}
+}
+
+// TestTLS serves with a certificate, and looks at the versions of TLS and HTTP.
+func TestTLS(t *testing.T) {
+	t.Parallel()
+	ts := httptest.NewTLSServer(nil)
+	defer ts.Close()
+	key, err := x509.MarshalPKCS8PrivateKey(ts.TLS.Certificates[0].PrivateKey)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	write := func(name, kind string, der []byte) string {
+		file := filepath.Join(dir, name)
+		if err := os.WriteFile(file, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return file
+	}
+	url, stop := startRun(t, map[string]string{"API_KEYS": testKey},
+		"-tls-cert", write("cert", "CERTIFICATE", ts.Certificate().Raw), "-tls-key", write("key", "PRIVATE KEY", key))
+	url = strings.Replace(url, "http:", "https:", 1)
+	client := ts.Client()
+	transport := client.Transport.(*http.Transport).Clone()
+	transport.TLSClientConfig.ServerName, transport.ForceAttemptHTTP2 = "example.com", true
+	r, _ := http.NewRequest("GET", url+"/v1/pets", nil)
+	setHeaders(r, nil)
+	resp, err := transport.RoundTrip(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if a := checked(t, r, resp); a.status != http.StatusOK || resp.ProtoMajor != 2 {
+		t.Errorf("got %d by HTTP/%d", a.status, resp.ProtoMajor)
+	}
+	transport = transport.Clone()
+	transport.TLSClientConfig.MaxVersion = tls.VersionTLS11
+	if _, err := transport.RoundTrip(r); err == nil {
+		t.Error("TLS 1.1 is accepted")
+	}
+	if status, log := stop(); status != 0 || !strings.Contains(log, "TLS handshake error") {
+		t.Errorf("status %d, log %s", status, log)
+	}
+}
+
+// TestSettings is about what is wrong with a command line, its files and its environment.
+func TestSettings(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	file := func(name, text string) string {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	database := func(name, statements string) string {
+		path := filepath.Join(dir, name)
+		(&service{t: t, db: file(name, "")}).sql(statements)
+		return path
+	}
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+	none := filepath.Join(dir, "none")
+	for _, c := range []struct {
+		args   string // separated by spaces, _ for an empty one
+		env    string
+		status int
+		words  string
+	}{
+		{"-colour", "", 2, "not defined: -colour"},
+		{"-limit=1", "", 2, "not defined"},
+		{"serve", "", 2, `unexpected argument "serve"`},
+		{"-db _", "", 2, "-db must not be empty"},
+		{"-backup _", "", 2, "-backup must not be empty"},
+		{"-keys _", "", 2, "-keys must not be empty"},
+		{"-addr _", "", 2, "-addr must not be empty"},
+		{"-addr localhost", "", 2, "HOST:PORT"},
+		{"-addr localhost:65536", "", 2, "HOST:PORT"},
+		{"-addr localhost:no-such-port", "", 2, "HOST:PORT"},
+		{"-tls-cert x", "", 2, "give both or neither"},
+		{"-tls-key x", "", 2, "give both or neither"},
+		{"-tls-cert " + none + " -tls-key " + none, "k", 1, "no such file"},
+		{"-addr " + taken.Addr().String(), "k", 1, "address already in use"},
+		{"-addr :0", "", 1, "set API_KEYS or -keys"},
+		{"-addr 0.0.0.0:0", "", 1, "set API_KEYS or -keys"},
+		{"", "API_KEYS= , ", 1, "API_KEYS is set but holds no key"},
+		{"", "API_KEYS=", 1, "API_KEYS is set but holds no key"},
+		{"-keys " + none, "k", 1, "no such file"},
+		{"-keys " + dir, "k", 1, "is a directory"},
+		{"-keys " + file("comments", "# none\n\n  \r\n"), "k", 1, "holds no API key"},
+		{"-db " + dir, "k", 1, "is not a file"},
+		{"-db " + none + "/animals.db", "k", 1, "unable to open"},
+		{"-db " + file("text", "some text"), "k", 1, "not a database of this service"},
+		{"-db " + database("foreign", "CREATE TABLE t (x)"), "k", 1, "not a database of this service"},
+		{"-db " + database("foreign-wal", "PRAGMA journal_mode = WAL; CREATE TABLE t (x)"), "k", 1, "not a database of this service"},
+		{"-db " + database("newer", schema+"PRAGMA user_version = 2"), "k", 1, "a newer version"},
+		{"-backup " + file("exists", ""), "", 1, "no database"},
+		{"-db " + database("fine", schema) + " -backup " + file("exists", ""), "", 1, "exists already"},
+		{"-db " + database("fine", schema) + " -backup " + none + "/copy", "", 1, "no such file"},
+		{"-db " + none + " -backup " + none + "2", "", 1, "no database"},
+	} {
+		var args []string
+		for _, arg := range strings.Fields(c.args) {
+			args = append(args, strings.ReplaceAll(arg, "_", ""))
+		}
+		if !strings.Contains(c.args, "-db") {
+			args = append([]string{"-db", filepath.Join(dir, "new.db")}, args...)
+		}
+		if !strings.Contains(c.args, "-addr") {
+			args = append([]string{"-addr", "localhost:0"}, args...)
+		}
+		env := map[string]string{}
+		if name, value, ok := strings.Cut(c.env, "="); ok {
+			env[name] = value
+		} else if c.env != "" {
+			env["API_KEYS"] = c.env
+		}
+		before := snapshot(t, dir)
+		var stdout, stderr strings.Builder
+		status := run(t.Context(), args, lookup(env), &stdout, &stderr)
+		if status != c.status || !strings.Contains(stderr.String(), c.words) {
+			t.Errorf("%q with %q: status %d, %q; want %d, %q", args, c.env, status, stderr.String(), c.status, c.words)
+		}
+		if strings.Count(stderr.String(), "\n") != 1 || stdout.String() != "" {
+			t.Errorf("%q: %q on standard error, %q on standard output", args, stderr.String(), stdout.String())
+		}
+		if after := snapshot(t, dir); after != before {
+			t.Errorf("%q changed files from\n%s to\n%s", args, before, after)
+		}
+	}
+}
+
+// snapshot lists the files in dir with their sizes, times and contents.
+func snapshot(t testing.TB, dir string) string {
+	t.Helper()
+	var b strings.Builder
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		info, _ := e.Info()
+		data, _ := os.ReadFile(filepath.Join(dir, e.Name()))
+		fmt.Fprintf(&b, "%s %v %x\n", e.Name(), info.ModTime(), sha256.Sum256(data))
+	}
+	return b.String()
+}
+
+// TestOddNamesOfDatabases takes each name to be that of a file, whatever it would mean in a URI.
+func TestOddNamesOfDatabases(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{":memory:", "file:x", "a?mode=memory", "a#b", "100%", "%41", "a b&c", "ä\n"} {
+		dir := t.TempDir()
+		s := openService(t, filepath.Join(dir, name))
+		s.add("Rex", 7, "sold")
+		if _, err := os.Stat(filepath.Join(dir, name)); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestLoadKeys(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "keys")
+	if err := os.WriteFile(file, []byte("# old\r\none\r\n\r\n  two#2 \n\tthree,3"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	k, err := loadKeys(lookup(map[string]string{"API_KEYS": " four, #five ,,one"}), file)
+	if err != nil || len(k) != 5 {
+		t.Fatalf("%d keys, %v", len(k), err)
+	}
+	for key, want := range map[string]bool{"one": true, "two#2": true, "three,3": true, "four": true, "#five": true,
+		"": false, "# old": false, "one\r": false, "three": false} {
+		if _, ok := k.find(key); ok != want {
+			t.Errorf("key %q is valid: %v, want %v", key, ok, want)
+		}
+	}
+}
+
+// TestHelp compares what -h prints with what README.md says that it does.
+func TestHelp(t *testing.T) {
+	t.Parallel()
+	readme, err := os.ReadFile("README.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var help, version, stderr strings.Builder
+	if status := run(t.Context(), []string{"-h"}, lookup(nil), &help, &stderr); status != 0 || stderr.Len() > 0 {
+		t.Errorf("-h: status %d, %s", status, stderr.String())
+	}
+	if !strings.Contains(string(readme), "```\n"+help.String()+"```\n") {
+		t.Errorf("README.md does not have this:\n%s", help.String())
+	}
+	if status := run(t.Context(), []string{"-version"}, lookup(nil), &version, &stderr); status != 0 || stderr.Len() > 0 ||
+		!regexp.MustCompile(`^animalstore \S+, .*revision.*, go1\.\d+\S*\n$`).MatchString(version.String()) {
+		t.Errorf("-version: status %d, %q, %s", status, version.String(), stderr.String())
+	}
+}
+
+// TestBackup copies the database of a service that is being written to.
+func TestBackup(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	for range 100 {
+		s.add("before", 1, "sold")
+	}
+	dir := t.TempDir()
+	copied := filepath.Join(dir, "copy.db")
+	backup := func() (status int, output string) { // by another process: this one's locks would not hold it off
+		cmd := command(execSelf, "-db", s.db, "-backup", copied)
+		out, _ := cmd.CombinedOutput()
+		return cmd.ProcessState.ExitCode(), string(out)
+	}
+	stop := make(chan struct{})
+	var adding sync.WaitGroup
+	for range 4 {
+		adding.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+					s.add("meanwhile", 1, "sold")
+				}
+			}
+		})
+	}
+	status, output := backup()
+	close(stop)
+	adding.Wait()
+	if status != 0 {
+		t.Fatalf("status %d: %s", status, output)
+	}
+	before := snapshot(t, dir)
+	if status, output := backup(); status != 1 || !strings.Contains(output, "exists already") {
+		t.Errorf("over a file: status %d: %s", status, output)
+	}
+	if after := snapshot(t, dir); after != before || strings.Count(after, "\n") != 1 {
+		t.Errorf("the files were\n%s and are\n%s", before, after)
+	}
+	restored := openService(t, copied)
+	if got := decode[[]pet](t, restored.do("GET", "/v1/pets?limit=100", "")); len(got) != 100 || got[99].ID != 100 {
+		t.Errorf("the copy begins with %d animals", len(got))
+	}
+	var last, sequence int64
+	err := restored.store.writer.QueryRow("SELECT max(id), (SELECT seq FROM sqlite_sequence) FROM pets").Scan(&last, &sequence)
+	if err != nil || last != sequence {
+		t.Errorf("the copy ends at %d, with the sequence at %d (%v)", last, sequence, err)
+	}
+	restored.add("after", 1, "sold")
+}
+
+// TestFailedBackupLeavesNothing copies a damaged database, and one whose copying is interrupted.
+func TestFailedBackupLeavesNothing(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	db := filepath.Join(dir, "animals.db")
+	t.Run("fill", func(t *testing.T) {
+		s := openService(t, db)
+		for range 10 {
+			s.add("Rex", 7, "sold")
+		}
+		s.sql("PRAGMA writable_schema = ON; UPDATE sqlite_schema SET sql = replace(sql, 'BETWEEN 1', 'BETWEEN 9')")
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	for what, ctx := range map[string]context.Context{"damaged": t.Context(), "interrupted": ctx} {
+		err := backup(ctx, db, filepath.Join(dir, "copy.db"))
+		if err == nil {
+			t.Errorf("the backup of a %s database succeeds", what)
+		}
+		if files := snapshot(t, dir); strings.Count(files, "\n") != 1 {
+			t.Errorf("after a failed backup of a %s database there are\n%s", what, files)
+		}
+	}
+}
+
+// FuzzCreatePet sends a body. Nothing may be an internal error, and what is accepted reads back as it was sent.
+func FuzzCreatePet(f *testing.F) {
+	for _, body := range []string{`{"name":"Rex","categoryId":7}`, `{"name":"\ud83d\udc36","categoryId":-9223372036854775808,"status":"sold"}`,
+		`{"name":"\ud83d","categoryId":1e2}`, `{"name":"x","name":"y"}`, "{\"name\":\"\xff\"}", `[]`, ``} {
+		f.Add([]byte(body))
+	}
+	s := newService(f)
+	f.Fuzz(func(t *testing.T, body []byte) {
+		s := &service{t, s.db, s.store, s.Handler}
+		a := s.do("POST", "/v1/pets", string(body))
+		switch a.status {
+		case http.StatusCreated:
+		case http.StatusBadRequest:
+			return
+		case http.StatusRequestEntityTooLarge:
+			if len(body) <= maxBody {
+				t.Errorf("%d bytes are too large", len(body))
+			}
+			return
+		default:
+			t.Fatalf("%q = %d %s", body, a.status, a.body)
+		}
+		if got := s.do("GET", a.header.Get("Location"), ""); got.body != a.body {
+			t.Errorf("%q was answered with %s and reads back as %s", body, a.body, got.body)
+		}
+		var sent, got struct {
+			Name       *string
+			CategoryID *json.Number
+			Status     *string
+		}
+		if err := json.Unmarshal(body, &sent); err != nil {
+			t.Fatalf("%q is accepted: %v", body, err)
+		}
+		got = sent
+		if err := json.Unmarshal([]byte(a.body), &got); err != nil || *got.Name != *sent.Name ||
+			*got.CategoryID != *sent.CategoryID || sent.Status != nil && *got.Status != *sent.Status {
+			t.Errorf("%q reads back as %s (%v)", body, a.body, err)
+		}
+	})
+}
+
+// FuzzListPets sends a query string. It is either refused or followed to the letter.
+func FuzzListPets(f *testing.F) {
+	for _, query := range []string{"", "limit=5&status=sold&after=3", "limit=101", "status=x", "after=-1", "%zz", "a;b", "limit=1&limit=1"} {
+		f.Add(query)
+	}
+	s := newService(f)
+	for i := range 30 {
+		s.add("Rex", 7, petStatuses[i%3])
+	}
+	f.Fuzz(func(t *testing.T, query string) {
+		s := &service{t, s.db, s.store, s.Handler}
+		r := httptest.NewRequest("GET", "/v1/pets", nil)
+		r.URL.RawQuery = query
+		setHeaders(r, nil)
+		w := httptest.NewRecorder()
+		s.ServeHTTP(w, r)
+		a := checked(t, r, w.Result())
+		values, err := url.ParseQuery(query)
+		if a.status == http.StatusBadRequest {
+			return
+		}
+		if a.status != http.StatusOK || err != nil {
+			t.Fatalf("%q = %d %s (%v)", query, a.status, a.body, err)
+		}
+		limit, after := 20, 0
+		for name, value := range values {
+			n, err := strconv.Atoi(value[0])
+			switch {
+			case len(value) == 1 && name == "limit" && err == nil:
+				limit = n
+			case len(value) == 1 && name == "after" && err == nil:
+				after = n
+			case len(value) == 1 && name == "status":
+			default:
+				t.Errorf("%q is accepted", query)
+			}
+		}
+		pets := decode[[]pet](t, a)
+		if len(pets) > limit {
+			t.Errorf("%q lists %d animals", query, len(pets))
+		}
+		for _, p := range pets {
+			if p.ID <= int64(after) || values.Has("status") && p.Status != values.Get("status") {
+				t.Errorf("%q lists %v", query, p)
+			}
+		}
+	})
+}
+
+// benchmark measures how many requests a second the service answers over TCP to 64 connections.
+func benchmark(b *testing.B, method string, target func(i int64) string, body string) {
+	st, err := openStore(b.Context(), filepath.Join(b.TempDir(), "animals.db"))
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer st.close()
+	_, err = st.writer.Exec(`WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 100000)
+		INSERT INTO pets (name, category_id, status) SELECT 'animal number ' || i, i % 50,
+			CASE i % 3 WHEN 0 THEN 'available' WHEN 1 THEN 'pending' ELSE 'sold' END FROM n`)
+	if err != nil {
+		b.Fatal(err)
+	}
+	var k keys
+	k.add(testKey)
+	ts := httptest.NewServer(newServer(st, k, slog.New(slog.NewTextHandler(io.Discard, nil))))
+	defer ts.Close()
+	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 64}}
+	defer client.CloseIdleConnections()
+	var i atomic.Int64
+	b.SetParallelism(64 / runtime.GOMAXPROCS(0))
+	b.ReportAllocs()
+	b.ResetTimer()
+	b.RunParallel(func(pb *testing.PB) {
+		for pb.Next() {
+			if status, text, err := send(client, method, ts.URL+target(i.Add(1)*7919%100000), body); err != nil || status >= 300 {
+				b.Errorf("%d %s %v", status, text, err)
+			}
+		}
+	})
+	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "requests/s")
+}
+
+func always(target string) func(int64) string { return func(int64) string { return target } }
+
+func BenchmarkListPets(b *testing.B)         { benchmark(b, "GET", always("/v1/pets"), "") }
+func BenchmarkListPetsByStatus(b *testing.B) { benchmark(b, "GET", always("/v1/pets?status=sold"), "") }
+func BenchmarkListPetsAnyPage(b *testing.B) {
+	benchmark(b, "GET", func(i int64) string { return fmt.Sprint("/v1/pets?after=", i) }, "")
+}
+func BenchmarkGetPet(b *testing.B) { benchmark(b, "GET", always("/v1/pets/77"), "") }
+func BenchmarkGetPetAny(b *testing.B) {
+	benchmark(b, "GET", func(i int64) string { return fmt.Sprint("/v1/pets/", i+1) }, "")
+}
+func BenchmarkCreatePet(b *testing.B) {
+	benchmark(b, "POST", always("/v1/pets"), `{"name":"Rex the dog","categoryId":7,"status":"available"}`)
+}
