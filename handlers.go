@@ -197,7 +197,7 @@ func readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		return nil, newError(http.StatusRequestTimeout, "the request body did not arrive in time")
 	}
-	return nil, newError(http.StatusBadRequest, "the request body ended early")
+	return nil, newError(http.StatusBadRequest, "the request body could not be read to its end")
 }
 
 // parseNewPet reads body as a NewPet. It names all the faults that it finds. encoding/json alone would take

@@ -14,6 +14,7 @@ import (
 	"os/signal"
 	"runtime/debug"
 	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -40,7 +41,7 @@ func run(ctx context.Context, args []string, lookupEnv func(string) (string, boo
 	case errors.Is(err, flag.ErrHelp):
 		return 0
 	case err != nil:
-		fmt.Fprintf(stderr, "animalstore: %v (-h shows all settings)\n", err)
+		fmt.Fprintf(stderr, "animalstore: %s (-h shows all settings)\n", oneLine(err))
 		return 2
 	case c.version:
 		fmt.Fprintln(stdout, version())
@@ -56,11 +57,14 @@ func run(ctx context.Context, args []string, lookupEnv func(string) (string, boo
 	}
 	if err != nil {
 		lines.flush()
-		fmt.Fprintf(stderr, "animalstore: %v\n", err)
+		fmt.Fprintf(stderr, "animalstore: %s\n", oneLine(err))
 		return 1
 	}
 	return 0
 }
+
+// oneLine returns the text of err without the line breaks that a file's name, say, may bring into it.
+func oneLine(err error) string { return strings.ReplaceAll(err.Error(), "\n", " ") }
 
 // config is what the command line says.
 type config struct {
@@ -108,7 +112,7 @@ at all, a service on a loopback address makes one for this run and logs it.
 	}
 	_, port, err := net.SplitHostPort(c.addr)
 	if err == nil {
-		_, err = net.LookupPort("tcp", port)
+		_, err = strconv.ParseUint(port, 10, 16)
 	}
 	if err != nil {
 		return c, fmt.Errorf("-addr %q is not HOST:PORT: %w", c.addr, err)
@@ -155,7 +159,7 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 		madeKey = newKey()
 		k.add(madeKey)
 	}
-	st, err := openStore(ctx, c.db)
+	st, err := openStore(c.db)
 	if err != nil {
 		return err
 	}

@@ -39,7 +39,7 @@ type server struct {
 	log      *slog.Logger
 	mux      *http.ServeMux
 	notFound http.Handler
-	draining atomic.Bool // see drain
+	draining atomic.Bool // set before drain
 }
 
 // handlerFunc is a handler that leaves it to its caller to answer with the error that it returns.
@@ -71,11 +71,12 @@ func newServer(st *store, k keys, log *slog.Logger) *server {
 // call is what the service notes of one request, for its log line.
 type call struct {
 	http.ResponseWriter
-	id     string // X-Request-Id
-	caller caller // once the key is accepted
-	status int    // 0 until the answer begins
-	bytes  int    // of the answer's body
-	err    error  // what was answered with writeError
+	draining *atomic.Bool // the server's
+	id       string       // X-Request-Id
+	caller   caller       // once the key is accepted
+	status   int          // 0 until the answer begins
+	bytes    int          // of the answer's body
+	err      error        // what was answered with writeError
 }
 
 var noStore, noSniff, isJSON = []string{"no-store"}, []string{"nosniff"}, []string{"application/json"}
@@ -89,6 +90,9 @@ func callOf(r *http.Request) *call { return r.Context().Value(callKey{}).(*call)
 func (c *call) Unwrap() http.ResponseWriter { return c.ResponseWriter }
 
 func (c *call) WriteHeader(status int) {
+	if c.draining.Load() {
+		c.Header().Set("Connection", "close")
+	}
 	c.status = status
 	c.ResponseWriter.WriteHeader(status)
 }
@@ -102,15 +106,12 @@ func (c *call) Write(b []byte) (int, error) {
 // ServeHTTP answers a request and writes its line to the log.
 func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	start := time.Now()
-	c := &call{ResponseWriter: w, id: rand.Text()}
+	c := &call{ResponseWriter: w, draining: &s.draining, id: rand.Text()}
 	r = r.WithContext(context.WithValue(r.Context(), callKey{}, c))
 	h := w.Header()
 	h["X-Request-Id"] = []string{c.id}
 	h["Cache-Control"] = noStore
 	h["X-Content-Type-Options"] = noSniff
-	if s.draining.Load() {
-		w.Header().Set("Connection", "close")
-	}
 	defer s.logCall(c, r, start)
 	defer recoverPanic(c)
 	if p := r.URL.EscapedPath(); p == "" || p[0] != '/' || path.Clean(p) != p {
@@ -241,26 +242,28 @@ func (s *server) serve(ctx context.Context, ln net.Listener, tlsConfig *tls.Conf
 	case <-ctx.Done():
 	}
 	start := time.Now()
-	if err := s.drain(srv, ln, &conns); err != nil {
+	s.draining.Store(true)
+	ln.Close()
+	<-failed // then no connection comes any more
+	if err := drain(srv, &conns); err != nil {
 		s.log.Warn("requests were cut off", "error", err)
 	}
 	s.log.Info("stopped", "signal", context.Cause(ctx), "draining", time.Since(start))
 	return nil
 }
 
-// drain stops srv, which serves s on ln, when it has answered the requests in flight, or after drainTimeout.
+// drain stops srv, which no longer accepts connections, once it has answered the requests in flight, or after
+// drainTimeout.
 //
-// To close a connection that is kept alive may cut off a request that is just coming in. So it tells clients
-// to close theirs, with the next answer, and gives them lingerTimeout; a client that connects anew finds the
+// To close a connection that is kept alive may cut off a request that is just coming in. So clients are told to
+// close theirs, with each answer from now on, and given lingerTimeout to do so. One that connects anew finds the
 // next process, if that has the same socket.
-func (s *server) drain(srv *http.Server, ln net.Listener, conns *atomic.Int64) error {
-	deadline := time.Now().Add(drainTimeout)
-	s.draining.Store(true)
-	ln.Close()
-	for linger := time.Now().Add(lingerTimeout); conns.Load() > 0 && time.Now().Before(linger); {
+func drain(srv *http.Server, conns *atomic.Int64) error {
+	start := time.Now()
+	for conns.Load() > 0 && time.Since(start) < lingerTimeout {
 		time.Sleep(5 * time.Millisecond)
 	}
-	ctx, cancel := context.WithDeadline(context.Background(), deadline)
+	ctx, cancel := context.WithDeadline(context.Background(), start.Add(drainTimeout))
 	defer cancel()
 	err := srv.Shutdown(ctx)
 	if err != nil {

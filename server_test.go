@@ -62,7 +62,7 @@ func newService(t testing.TB) *service {
 
 func openService(t testing.TB, db string) *service {
 	t.Helper()
-	st, err := openStore(t.Context(), db)
+	st, err := openStore(db)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -1006,7 +1006,7 @@ func TestBodyThatEndsEarly(t *testing.T) {
 	setHeaders(r, nil)
 	w := httptest.NewRecorder()
 	s.ServeHTTP(w, r)
-	s.want(checked(t, r, w.Result()), http.StatusBadRequest, "ended early")
+	s.want(checked(t, r, w.Result()), http.StatusBadRequest, "read to its end")
 }
 
 type errReader struct{}
@@ -1148,7 +1148,13 @@ func TestSimultaneousRepeatsMakeOneAnimal(t *testing.T) {
 func TestAnimalsOutliveTheProcess(t *testing.T) {
 	t.Parallel()
 	db := filepath.Join(t.TempDir(), "animals.db")
+	t.Run("empty", func(t *testing.T) { openService(t, db) })
 	t.Run("first", func(t *testing.T) {
+		for _, suffix := range []string{"-wal", "-shm"} {
+			if _, err := os.Stat(db + suffix); !errors.Is(err, os.ErrNotExist) {
+				t.Errorf("%s is left behind: %v", suffix, err)
+			}
+		}
 		s := openService(t, db)
 		s.add("Rex", 7, "sold")
 		s.do("POST", "/v1/pets", `{"name":"Tom","categoryId":8}`, "Idempotency-Key: k")
@@ -1226,7 +1232,8 @@ func TestFullQueue(t *testing.T) {
 	var all sync.WaitGroup
 	for range queueLength + 100 {
 		all.Go(func() {
-			if _, _, err := s.store.create(caller{}, "", newPet{"Rex", 7, "sold"}); errors.Is(err, errUnavailable) {
+			_, _, err := s.store.create(caller{}, "", newPet{"Rex", 7, "sold"})
+			if errors.Is(err, errUnavailable) && strings.Contains(err.Error(), "creates wait already") {
 				refused.Add(1)
 			} else if err != nil {
 				t.Error(err)
@@ -1312,6 +1319,60 @@ func TestDatabaseFileIsTakenAway(t *testing.T) {
 			t.Fatal(err)
 		}
 		s.want(s.do("GET", "/healthz", ""), []int{http.StatusServiceUnavailable, http.StatusOK}[i], "")
+	}
+}
+
+// TestDatabaseFileIsTakenAwayWhileCreatesWait is about a file that goes while the lock is waited for.
+func TestDatabaseFileIsTakenAwayWhileCreatesWait(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	unlock := s.lock()
+	answered := make(chan reply)
+	go func() { answered <- s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`) }()
+	back := s.moveAway()
+	unlock()
+	s.want(<-answered, http.StatusServiceUnavailable, "not available")
+	back()
+	s.want(s.do("GET", "/v1/pets", ""), http.StatusOK, "[]")
+}
+
+// TestReplacedDatabaseIsNotDamaged puts another database in the place of one that is in use, and starts on it.
+// The log of the first must not be taken for that of the second.
+func TestReplacedDatabaseIsNotDamaged(t *testing.T) {
+	t.Parallel()
+	for _, killed := range []bool{false, true} {
+		dir := t.TempDir()
+		db, other := filepath.Join(dir, "animals.db"), filepath.Join(dir, "other.db")
+		t.Run("other", func(t *testing.T) {
+			s := openService(t, other)
+			for range 300 {
+				s.add("other", 1, "sold")
+			}
+		})
+		t.Run("replaced", func(t *testing.T) {
+			s := openService(t, db)
+			for range 100 {
+				s.add("first", 1, "sold")
+			}
+			if err := os.Rename(other, db); err != nil {
+				t.Fatal(err)
+			}
+			if killed { // then what is there now is what the next process finds
+				eventually(t, "the log is emptied", func() bool {
+					info, err := os.Stat(db + "-wal")
+					return err == nil && info.Size() == 0
+				})
+			}
+		})
+		s := openService(t, db)
+		var result string
+		if err := s.store.writer.QueryRow("PRAGMA integrity_check").Scan(&result); err != nil || result != "ok" {
+			t.Errorf("killed %v: integrity_check: %s %v", killed, result, err)
+		}
+		a := s.do("GET", "/v1/pets?after=280&limit=100", "")
+		if got := decode[[]pet](t, a); len(got) != 20 || strings.Contains(a.body, "first") {
+			t.Errorf("killed %v: the list is %s", killed, a.body)
+		}
 	}
 }
 
@@ -1669,23 +1730,9 @@ func TestSecondSignalEndsAtOnce(t *testing.T) {
 	t.Parallel()
 	for shell, sig := range map[string]syscall.Signal{execSelf: syscall.SIGTERM, `trap "" INT; ` + execSelf: syscall.SIGINT} {
 		p := startProcess(t, command(shell, "-addr", "127.0.0.1:0", "-db", filepath.Join(t.TempDir(), "animals.db")))
-		conn, err := net.Dial("tcp", strings.TrimPrefix(p.url, "http://"))
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer conn.Close()
-		fmt.Fprintf(conn, "POST /v1/pets HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n", testKey)
-		if line, err := bufio.NewReader(conn).ReadString('\n'); !strings.Contains(line, "100 Continue") {
-			t.Fatal(line, err)
-		}
+		conn, _ := inFlight(t, p.url, 9)
 		p.cmd.Process.Signal(sig)
-		eventually(t, "the service stops to listen", func() bool {
-			c, err := net.Dial("tcp", conn.RemoteAddr().String())
-			if err == nil {
-				c.Close()
-			}
-			return err != nil
-		})
+		stopsListening(t, conn.RemoteAddr())
 		if status, log := p.stop(sig); status != 1 || strings.Contains(log, "msg=stopped") {
 			t.Errorf("%v twice: status %d, log %s", sig, status, log)
 		}
@@ -1696,37 +1743,52 @@ func TestSecondSignalEndsAtOnce(t *testing.T) {
 func TestDrain(t *testing.T) {
 	t.Parallel()
 	url, stop := startRun(t, map[string]string{"API_KEYS": testKey})
-	body, rest := io.Pipe()
-	r, _ := http.NewRequest("POST", url+"/v1/pets", body)
-	setHeaders(r, []string{"Content-Type: application/json"})
-	answered := make(chan reply)
-	go func() {
-		resp, err := http.DefaultTransport.RoundTrip(r)
-		if err != nil {
-			t.Error(err)
-			close(answered)
-			return
-		}
-		answered <- checked(t, r, resp)
-	}()
-	rest.Write([]byte(`{"name":"Rex",`))
+	const animal = `{"name":"Rex","categoryId":7}`
+	conn, r := inFlight(t, url, len(animal))
 	ended := make(chan int)
 	go func() { status, _ := stop(); ended <- status }()
-	eventually(t, "the service stops to listen", func() bool {
-		c, err := net.Dial("tcp", strings.TrimPrefix(url, "http://"))
-		if err == nil {
-			c.Close()
-		}
-		return err != nil
-	})
-	rest.Write([]byte(`"categoryId":7}`))
-	rest.Close()
-	if a := <-answered; a.status != http.StatusCreated || a.header.Get("Connection") != "" && a.header.Get("Connection") != "close" {
-		t.Errorf("the request in flight is answered with %d %s", a.status, a.body)
+	stopsListening(t, conn.RemoteAddr())
+	fmt.Fprint(conn, animal)
+	resp, err := http.ReadResponse(bufio.NewReader(conn), r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if a := checked(t, r, resp); a.status != http.StatusCreated || !resp.Close {
+		t.Errorf("the request in flight is answered with %d %s, connection closed: %v", a.status, a.body, resp.Close)
 	}
 	if status := <-ended; status != 0 {
 		t.Errorf("the exit status is %d", status)
 	}
+}
+
+// inFlight sends the header of a create and returns its connection, once the service waits for the body.
+func inFlight(t testing.TB, url string, length int) (net.Conn, *http.Request) {
+	t.Helper()
+	r, _ := http.NewRequest("POST", url+"/v1/pets", nil)
+	conn, err := net.Dial("tcp", r.Host)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	fmt.Fprintf(conn, "POST /v1/pets HTTP/1.1\r\nHost: %s\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\nExpect: 100-continue\r\n\r\n",
+		r.Host, testKey, length)
+	line := make([]byte, len("HTTP/1.1 100 Continue\r\n\r\n"))
+	if _, err := io.ReadFull(conn, line); !strings.Contains(string(line), "100 Continue") {
+		t.Fatal(string(line), err)
+	}
+	return conn, r
+}
+
+// stopsListening waits until nobody listens at the address.
+func stopsListening(t testing.TB, address net.Addr) {
+	t.Helper()
+	eventually(t, "the service stops listening", func() bool {
+		conn, err := net.Dial("tcp", address.String())
+		if err == nil {
+			conn.Close()
+		}
+		return err != nil
+	})
 }
 
 // startRun runs the program in this process until stop is called, which returns the exit status and the log.
@@ -1866,7 +1928,8 @@ func TestSettings(t *testing.T) {
 		{"-addr _", "", 2, "-addr must not be empty"},
 		{"-addr localhost", "", 2, "HOST:PORT"},
 		{"-addr localhost:65536", "", 2, "HOST:PORT"},
-		{"-addr localhost:no-such-port", "", 2, "HOST:PORT"},
+		{"-addr localhost:", "", 2, "HOST:PORT"},
+		{"-addr localhost:http", "", 2, "HOST:PORT"},
 		{"-tls-cert x", "", 2, "give both or neither"},
 		{"-tls-key x", "", 2, "give both or neither"},
 		{"-tls-cert " + none + " -tls-key " + none, "k", 1, "no such file"},
@@ -1879,7 +1942,7 @@ func TestSettings(t *testing.T) {
 		{"-keys " + dir, "k", 1, "is a directory"},
 		{"-keys " + file("comments", "# none\n\n  \r\n"), "k", 1, "holds no API key"},
 		{"-db " + dir, "k", 1, "is not a file"},
-		{"-db " + none + "/animals.db", "k", 1, "unable to open"},
+		{"-db " + none + "/animals.db", "k", 1, "no such file"},
 		{"-db " + file("text", "some text"), "k", 1, "not a database of this service"},
 		{"-db " + database("foreign", "CREATE TABLE t (x)"), "k", 1, "not a database of this service"},
 		{"-db " + database("foreign-wal", "PRAGMA journal_mode = WAL; CREATE TABLE t (x)"), "k", 1, "not a database of this service"},
@@ -2157,7 +2220,7 @@ func FuzzListPets(f *testing.F) {
 
 // benchmark measures how many requests a second the service answers over TCP to 64 connections.
 func benchmark(b *testing.B, method string, target func(i int64) string, body string) {
-	st, err := openStore(b.Context(), filepath.Join(b.TempDir(), "animals.db"))
+	st, err := openStore(filepath.Join(b.TempDir(), "animals.db"))
 	if err != nil {
 		b.Fatal(err)
 	}

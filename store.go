@@ -136,11 +136,14 @@ type store struct {
 
 // openStore opens the database file at path, and creates it if it does not exist or is empty. It leaves
 // untouched what is not a database of this service, or is one that a newer version has written.
-func openStore(ctx context.Context, path string) (_ *store, err error) {
+func openStore(path string) (_ *store, err error) {
 	if err := checkFile(path); err != nil && !errors.Is(err, errNoDatabase) {
 		return nil, err
 	}
 	if path, err = filepath.Abs(path); err != nil {
+		return nil, err
+	}
+	if _, err := os.Stat(filepath.Dir(path)); err != nil {
 		return nil, err
 	}
 	s := &store{path: path, queue: make(chan *creation, queueLength), quit: make(chan struct{})}
@@ -150,10 +153,10 @@ func openStore(ctx context.Context, path string) (_ *store, err error) {
 			err = fmt.Errorf("opening %q: %w", path, err)
 		}
 	}()
-	if err := s.openWriter(ctx); err != nil {
+	if err := s.openWriter(); err != nil {
 		return nil, err
 	}
-	watcher, err := s.openReaders(ctx)
+	watcher, err := s.openReaders()
 	if err != nil {
 		return nil, err
 	}
@@ -166,7 +169,7 @@ func openStore(ctx context.Context, path string) (_ *store, err error) {
 }
 
 // openWriter opens the connection that writes, and makes the schema where there is none.
-func (s *store) openWriter(ctx context.Context) (err error) {
+func (s *store) openWriter() (err error) {
 	s.writer, err = sql.Open("sqlite", dsn(s.path, "rwc", "synchronous(FULL)", fmt.Sprintf("journal_size_limit(%d)", walKept)))
 	if err != nil {
 		return err
@@ -174,66 +177,66 @@ func (s *store) openWriter(ctx context.Context) (err error) {
 	s.writer.SetMaxOpenConns(1)
 	// The schema goes first, so that the file is this service's from its first byte: in WAL mode its header
 	// would lag behind.
-	if err := createSchema(ctx, s.writer); err != nil {
+	if err := createSchema(s.writer); err != nil {
 		return err
 	}
 	var mode string
-	if err := s.writer.QueryRowContext(ctx, "PRAGMA journal_mode = WAL").Scan(&mode); err != nil {
+	if err := s.writer.QueryRow("PRAGMA journal_mode = WAL").Scan(&mode); err != nil {
 		return err
 	}
 	if mode != "wal" {
 		return fmt.Errorf("its file system does not support a write-ahead log (journal mode %s)", mode)
 	}
-	return prepare(ctx, s.writer, map[string]**sql.Stmt{"BEGIN IMMEDIATE": &s.begin, "COMMIT": &s.commit,
+	return prepare(s.writer, map[string]**sql.Stmt{"BEGIN IMMEDIATE": &s.begin, "COMMIT": &s.commit,
 		"ROLLBACK": &s.rollback, insertPetSQL: &s.insertPet, findKeySQL: &s.findKey, insertKeySQL: &s.insertKey,
 		purgeSQL: &s.purge})
 }
 
-// createSchema makes the tables of an empty database, and returns an error if there are others.
-func createSchema(ctx context.Context, conn *sql.DB) error {
-	if _, err := conn.ExecContext(ctx, "BEGIN IMMEDIATE"); err != nil {
+// createSchema makes the tables of a database that has none yet.
+func createSchema(db *sql.DB) error {
+	if _, err := db.Exec("BEGIN IMMEDIATE"); err != nil {
 		return err
 	}
-	defer conn.ExecContext(ctx, "ROLLBACK") // has no effect once committed
-	var application, version, tables int64
-	err := conn.QueryRowContext(ctx, `SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
-		FROM pragma_application_id, pragma_user_version`).Scan(&application, &version, &tables)
-	switch {
-	case err != nil:
-		return err
-	case application == applicationID && version == schemaVersion:
-		return nil
-	case application != 0 || version != 0 || tables != 0:
-		return errForeign
-	}
-	if _, err := conn.ExecContext(ctx, schema); err != nil {
+	defer db.Exec("ROLLBACK") // has no effect after the COMMIT
+	var version int
+	if err := db.QueryRow("PRAGMA user_version").Scan(&version); err != nil || version == schemaVersion {
 		return err
 	}
-	_, err = conn.ExecContext(ctx, "COMMIT")
+	if version > schemaVersion { // which the header does not show yet
+		return errNewer
+	}
+	_, err := db.Exec(schema + "COMMIT")
 	return err
 }
 
-// openReaders opens the pool that reads and returns one connection more, for watch. All are opened now, since
+// openReaders opens the pool that reads and returns one connection more, for watch. All open their files now:
 // later there may be no file descriptor left.
-func (s *store) openReaders(ctx context.Context) (watcher *sql.Conn, err error) {
+func (s *store) openReaders() (watcher *sql.Conn, err error) {
 	count := max(4, runtime.GOMAXPROCS(0)) + 1
 	if s.readers, err = sql.Open("sqlite", dsn(s.path, "ro")); err != nil {
 		return nil, err
 	}
 	s.readers.SetMaxOpenConns(count)
 	s.readers.SetMaxIdleConns(count)
-	if err := prepare(ctx, s.readers, map[string]**sql.Stmt{
+	if err := prepare(s.readers, map[string]**sql.Stmt{
 		listSQL: &s.listAll, listByStatusSQL: &s.listByStatus, getSQL: &s.getOne}); err != nil {
 		return nil, err
 	}
-	for range count - 1 {
-		conn, err := s.readers.Conn(ctx)
+	for range count {
+		conn, err := s.readers.Conn(context.Background())
 		if err != nil {
 			return nil, err
 		}
-		defer conn.Close() // back to the pool
+		if _, err := conn.ExecContext(context.Background(), "SELECT 1 FROM pets LIMIT 1"); err != nil {
+			return nil, err
+		}
+		if watcher == nil {
+			watcher = conn
+		} else {
+			defer conn.Close() // back to the pool
+		}
 	}
-	return s.readers.Conn(ctx)
+	return watcher, nil
 }
 
 // dsn returns the data source name of the database file at path, an absolute one, for connections that all
@@ -245,9 +248,9 @@ func dsn(path, mode string, pragmas ...string) string {
 }
 
 // prepare prepares each query on db and puts the statement where the map says.
-func prepare(ctx context.Context, db *sql.DB, queries map[string]**sql.Stmt) (err error) {
+func prepare(db *sql.DB, queries map[string]**sql.Stmt) (err error) {
 	for query, stmt := range queries {
-		if *stmt, err = db.PrepareContext(ctx, query); err != nil {
+		if *stmt, err = db.Prepare(query); err != nil {
 			return err
 		}
 	}
@@ -258,17 +261,16 @@ func prepare(ctx context.Context, db *sql.DB, queries map[string]**sql.Stmt) (er
 func (s *store) close() error {
 	close(s.quit)
 	s.running.Wait()
-	var errs []error
-	if s.readers != nil {
-		errs = append(errs, s.readers.Close()) // before the writer, which can then remove the write-ahead log
-	}
-	if s.writer != nil {
-		errs = append(errs, s.writer.Close())
-	}
 	if s.file != nil {
-		errs = append(errs, s.file.Close())
+		s.detach()
 	}
-	return errors.Join(errs...)
+	var errs []error
+	for _, db := range []*sql.DB{s.readers, s.writer} { // the writer last: it can then remove the write-ahead log
+		if db != nil {
+			errs = append(errs, db.Close())
+		}
+	}
+	return errors.Join(append(errs, s.file.Close())...)
 }
 
 // list returns the animals with an id above after, by ascending id and limit of them at most, and whether
@@ -334,7 +336,7 @@ func (s *store) create(caller caller, key string, p newPet) (_ pet, replayed boo
 
 // write stores what is queued, and purges idempotency keys, until the store closes.
 func (s *store) write() {
-	purge := time.NewTimer(purgeInterval)
+	purge := time.NewTimer(s.purgeKeys())
 	defer purge.Stop()
 	for {
 		select {
@@ -355,32 +357,34 @@ func (s *store) write() {
 	}
 }
 
-// beginTx begins a transaction on a file that is known to be the right one, and takes the write lock.
+// beginTx takes the write lock and begins a transaction, on a file that is known to be still in its place. Any
+// error is errUnavailable.
 func (s *store) beginTx() error {
-	if err := s.intact(); err != nil {
-		return err
-	}
 	_, err := s.begin.Exec()
-	return dbError(err)
+	if err == nil {
+		if err = s.intact(); err == nil {
+			return nil
+		}
+		s.rollback.Exec()
+	}
+	return fmt.Errorf("%w: %w", errUnavailable, err)
 }
 
 // claim returns c and whatever waits behind it, but for what its caller has given up.
 func (s *store) claim(c *creation) []*creation {
 	var batch []*creation
-	for len(batch) < queueLength {
+	for {
 		if c.claimed.CompareAndSwap(false, true) {
 			batch = append(batch, c)
 		}
 		if len(s.queue) == 0 {
 			runtime.Gosched() // whoever is about to queue may as well share this wait for the disk
 		}
-		select {
-		case c = <-s.queue:
-		default:
+		if len(s.queue) == 0 || len(batch) == queueLength {
 			return batch
 		}
+		c = <-s.queue // does not block: nobody else takes from the queue
 	}
-	return batch
 }
 
 // finish hands the creations back to their callers, with err if it is not nil.
@@ -482,6 +486,7 @@ func (s *store) watch(conn *sql.Conn) {
 			s.version.Add(1)
 		}
 		last = now
+		s.detach()
 		select {
 		case <-tick.C:
 		case <-s.quit:
@@ -516,18 +521,23 @@ func (s *store) remember() (err error) {
 	return nil
 }
 
-// intact returns errUnavailable if one of the files that the store has open was deleted or replaced: what is
-// written there would be gone with this process.
+// intact returns an error if one of the files that the store has open was deleted or replaced: what is written
+// there would be gone with this process.
 func (s *store) intact() error {
 	for name, opened := range s.opened {
 		if now, err := os.Stat(name); err != nil || !os.SameFile(opened, now) {
-			return fmt.Errorf("%w: %q was deleted or replaced; put it back, or restart", errUnavailable, name)
+			return fmt.Errorf("%q was deleted or replaced; put it back, or restart", name)
 		}
 	}
-	if err := checkHeader(s.file); err != nil {
-		return fmt.Errorf("%w: %q: %w", errUnavailable, s.path, err)
+	return checkHeader(s.file)
+}
+
+// detach empties the write-ahead log into the database file if that is no longer in its place: the next process
+// would take the log for that of the file which is there then, and damage it.
+func (s *store) detach() {
+	if s.intact() != nil {
+		s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)") // may find the lock taken: watch tries again
 	}
-	return nil
 }
 
 var (
@@ -540,19 +550,15 @@ var (
 // file or an empty one. It must not be called while SQLite has the file open: it would drop SQLite's locks.
 func checkFile(path string) error {
 	info, err := os.Stat(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return errNoDatabase
-	}
-	if err != nil {
+	switch {
+	case errors.Is(err, fs.ErrNotExist) || err == nil && info.Mode().IsRegular() && info.Size() == 0:
+		return fmt.Errorf("%q: %w", path, errNoDatabase)
+	case err != nil:
 		return err
-	}
-	if !info.Mode().IsRegular() {
+	case !info.Mode().IsRegular():
 		return fmt.Errorf("%q is not a file", path)
 	}
-	if info.Size() == 0 {
-		return errNoDatabase
-	}
-	f, err := os.Open(path)
+	f, err := os.OpenFile(path, os.O_RDWR, 0) // SQLite would make do with a file that it may only read
 	if err != nil {
 		return err
 	}
@@ -590,9 +596,6 @@ func dbError(err error) error {
 		sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM:
 		return fmt.Errorf("%w: %w", errUnavailable, err)
 	}
-	if e.Code() == sqlite3.SQLITE_IOERR_SHMSIZE { // no room for the index of the write-ahead log
-		return fmt.Errorf("%w: %w", errUnavailable, err)
-	}
 	return err
 }
 
@@ -600,7 +603,7 @@ func dbError(err error) error {
 // exist yet. The copy is verified and on disk when it gets that name; on an error nothing is left of it.
 func backup(ctx context.Context, path, target string) (err error) {
 	if err := checkFile(path); err != nil {
-		return fmt.Errorf("%q: %w", path, err)
+		return err
 	}
 	if path, err = filepath.Abs(path); err != nil {
 		return err
@@ -619,6 +622,7 @@ func backup(ctx context.Context, path, target string) (err error) {
 	defer func() {
 		if err != nil {
 			os.Remove(f.Name())
+			os.Remove(f.Name() + "-journal")
 		}
 	}()
 	if err := vacuumInto(ctx, path, f.Name()); err != nil {
@@ -656,7 +660,7 @@ func vacuumInto(ctx context.Context, path, target string) error {
 	}
 	defer db.Close()
 	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", target); err != nil {
-		return err
+		return fmt.Errorf("copying %q: %w", path, err)
 	}
 	written, err := sql.Open("sqlite", dsn(target, "rw")) // read-only, integrity_check would leave out the CHECKs
 	if err != nil {
