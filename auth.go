@@ -1,7 +1,6 @@
 package main
 
 import (
-	"crypto/rand"
 	"crypto/sha256"
 	"crypto/subtle"
 	"encoding/hex"
@@ -41,9 +40,9 @@ func (k keys) find(token string) (caller, bool) {
 	return sum, found == 1
 }
 
-// authenticate returns the caller that the request's one Authorization header names (RFC 6750 section 2.1),
-// or else the challenge to answer with (section 3).
-func (k keys) authenticate(header http.Header) (c caller, challenge string, ok bool) {
+// authenticate returns the caller that the request's one Authorization header names (RFC 6750 section 2.1), or
+// else the challenge to answer with (section 3).
+func (k keys) authenticate(header http.Header) (c caller, challenge string) {
 	challenge = `Bearer realm="animalstore"`
 	values := header["Authorization"]
 	for _, value := range values {
@@ -51,62 +50,58 @@ func (k keys) authenticate(header http.Header) (c caller, challenge string, ok b
 		if token = strings.TrimLeft(token, " "); !strings.EqualFold(scheme, "Bearer") || token == "" {
 			continue
 		}
-		if c, ok = k.find(token); ok && len(values) == 1 {
-			return c, "", true
+		if c, ok := k.find(token); ok && len(values) == 1 {
+			return c, ""
 		}
 		challenge = `Bearer realm="animalstore", error="invalid_token"`
 	}
-	return caller{}, challenge, false
+	return caller{}, challenge
 }
 
-// requireKey lets only requests with a valid API key pass to next; others it answers with 401, whatever
-// else is wrong with them.
+// requireKey lets only requests with a valid API key pass to next; others it answers with 401, whatever else is
+// wrong with them.
 func (k keys) requireKey(next handlerFunc) handlerFunc {
-	return func(w http.ResponseWriter, r *http.Request) error {
-		c, challenge, ok := k.authenticate(r.Header)
-		if !ok {
+	return func(w *call, r *http.Request) error {
+		c, challenge := k.authenticate(r.Header)
+		if challenge != "" {
 			w.Header().Set("WWW-Authenticate", challenge)
 			return newError(http.StatusUnauthorized, "a valid API key is required: Authorization: Bearer API_KEY")
 		}
-		callOf(r).caller = c
+		w.caller = c
 		return next(w, r)
 	}
 }
 
-// loadKeys returns the keys in the environment variable API_KEYS (comma-separated) and in the file (one a
-// line, with blank lines and lines that begin with # skipped; no file if its name is empty). A source that
-// is given must hold a key; where none is given, there are no keys. Errors never quote a key.
-func loadKeys(lookupEnv func(string) (string, bool), file string) (keys, error) {
-	var k keys
+// loadKeys returns the keys in the environment variable API_KEYS (comma-separated) and in the file (one a line;
+// lines that begin with # are comments; no file if its name is empty). A source that is given must hold a key;
+// where none is given, there are no keys. Errors never quote a key.
+func loadKeys(lookupEnv func(string) (string, bool), file string) (k keys, err error) {
 	if list, given := lookupEnv("API_KEYS"); given {
-		for item := range strings.SplitSeq(list, ",") {
-			if item = strings.TrimSpace(item); item != "" {
-				k.add(item)
-			}
-		}
-		if len(k) == 0 {
+		if !k.addAll(strings.Split(list, ",")) {
 			return nil, errors.New("API_KEYS is set but holds no key: put keys into it, separated by commas, or unset it")
 		}
 	}
-	if file == "" {
-		return k, nil
-	}
-	text, err := os.ReadFile(file)
-	if err != nil {
-		return nil, fmt.Errorf("reading the API keys: %w", err)
-	}
-	found := false
-	for line := range strings.Lines(string(text)) {
-		if line = strings.TrimSpace(line); line != "" && line[0] != '#' {
-			k.add(line)
-			found = true
+	if file != "" {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			return nil, fmt.Errorf("reading the API keys: %w", err)
 		}
-	}
-	if !found {
-		return nil, fmt.Errorf("%q holds no API key: put one on each line", file)
+		lines := strings.Split(strings.TrimPrefix(string(text), "\ufeff"), "\n") // Windows editors begin a file so
+		isComment := func(line string) bool { return strings.HasPrefix(strings.TrimSpace(line), "#") }
+		if !k.addAll(slices.DeleteFunc(lines, isComment)) {
+			return nil, fmt.Errorf("%q holds no API key: put one on each line", file)
+		}
 	}
 	return k, nil
 }
 
-// newKey returns an API key that nobody can guess.
-func newKey() string { return rand.Text() }
+// addAll makes the items valid keys, trimmed and without blank ones, and reports whether there are any.
+func (k *keys) addAll(items []string) (any bool) {
+	for _, item := range items {
+		if item = strings.TrimSpace(item); item != "" {
+			k.add(item)
+			any = true
+		}
+	}
+	return any
+}

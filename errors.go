@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
@@ -33,7 +32,7 @@ var errorCodes = map[int]string{
 	http.StatusServiceUnavailable:    "unavailable",
 }
 
-// newError returns the apiError of status, which must be in errorCodes.
+// newError returns an apiError of a status that is in errorCodes.
 func newError(status int, format string, args ...any) *apiError {
 	return &apiError{Code: errorCodes[status], Message: fmt.Sprintf(format, args...), Status: status}
 }
@@ -45,8 +44,6 @@ func toAPIError(err error) *apiError {
 		return e
 	}
 	switch {
-	case errors.Is(err, errNotFound):
-		return newError(http.StatusNotFound, "no such animal")
 	case errors.Is(err, errKeyReused):
 		return newError(http.StatusUnprocessableEntity, "this Idempotency-Key was used for another animal")
 	case errors.Is(err, errUnavailable):
@@ -61,8 +58,7 @@ func writeError(w http.ResponseWriter, err error) {
 	if e.Status == http.StatusServiceUnavailable {
 		w.Header().Set("Retry-After", "1") // seconds
 	}
-	body, _ := json.Marshal(e) // strings and an int: cannot fail
-	writeBody(w, e.Status, append(body, '\n'))
+	writeJSON(w, e.Status, e)
 }
 
 // faults gathers all that is wrong with one request, so that its author can mend it in one go.

@@ -12,12 +12,12 @@ import (
 	"net/http"
 	"net/url"
 	"os"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 	"unicode"
-	"unicode/utf16"
 	"unicode/utf8"
 )
 
@@ -29,17 +29,19 @@ const (
 	maxBody      = 64 << 10 // bytes
 )
 
+// petStatuses are the values of PetStatus.
 var petStatuses = []string{"available", "pending", "sold"}
+
+const statusRule = "status must be available, pending or sold"
 
 // listPets answers GET /v1/pets: the animals that the query asks for, with a Link to the next page if there
 // is one (RFC 8288).
-func (s *server) listPets(w http.ResponseWriter, r *http.Request) error {
-	query, parseErr := url.ParseQuery(r.URL.RawQuery)
-	page, err := parsePage(query, parseErr)
+func (s *server) listPets(w *call, r *http.Request) error {
+	query, page, err := parsePage(r.URL.RawQuery)
 	if err != nil {
 		return err
 	}
-	pets, more, err := s.store.list(context.WithoutCancel(r.Context()), page.status, page.after, page.limit)
+	pets, more, err := s.store.list(context.WithoutCancel(r.Context()), page)
 	if err != nil {
 		return err
 	}
@@ -51,7 +53,7 @@ func (s *server) listPets(w http.ResponseWriter, r *http.Request) error {
 }
 
 // createPet answers POST /v1/pets: it stores the animal in the body and returns it with its id.
-func (s *server) createPet(w http.ResponseWriter, r *http.Request) error {
+func (s *server) createPet(w *call, r *http.Request) error {
 	if err := requireJSON(r.Header); err != nil {
 		return err
 	}
@@ -68,8 +70,8 @@ func (s *server) createPet(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	// A slow body has used up some of the time to write: an answer that takes its full time must still leave.
-	http.NewResponseController(w).SetWriteDeadline(time.Now().Add(writeTimeout))
-	created, replayed, err := s.store.create(callOf(r).caller, key, animal)
+	http.NewResponseController(w.ResponseWriter).SetWriteDeadline(time.Now().Add(writeTimeout))
+	created, replayed, err := s.store.create(w.caller, key, animal)
 	if err != nil {
 		return err
 	}
@@ -81,7 +83,7 @@ func (s *server) createPet(w http.ResponseWriter, r *http.Request) error {
 }
 
 // getPet answers GET /v1/pets/{petId}: the animal with that id.
-func (s *server) getPet(w http.ResponseWriter, r *http.Request) error {
+func (s *server) getPet(w *call, r *http.Request) error {
 	petID := r.PathValue("petId")
 	id, ok := parseInt(petID)
 	if !ok {
@@ -104,12 +106,13 @@ type page struct {
 	after  int64  // the last id of the page before
 }
 
-// parsePage reads the query of a list, given with the error that parsing it returned. It takes nothing that
-// it does not understand to the letter: a typo that lists other animals is worse than an error.
-func parsePage(query url.Values, parseErr error) (page, error) {
+// parsePage reads the query of a list, and returns it parsed and understood. It takes nothing that it does not
+// understand to the letter: a typo that lists other animals is worse than an error.
+func parsePage(rawQuery string) (url.Values, page, error) {
 	p := page{limit: defaultLimit}
 	var f faults
-	if parseErr != nil {
+	query, err := url.ParseQuery(rawQuery)
+	if err != nil {
 		f.add("the query string is malformed")
 	}
 	for _, name := range slices.Sorted(maps.Keys(query)) {
@@ -122,7 +125,7 @@ func parsePage(query url.Values, parseErr error) (page, error) {
 			}
 		case "status":
 			if p.status = value; !slices.Contains(petStatuses, value) {
-				f.add("status must be %s", oneOf(petStatuses))
+				f.add(statusRule)
 			}
 		case "after":
 			if p.after = n; !isInt || n < 0 {
@@ -136,19 +139,13 @@ func parsePage(query url.Values, parseErr error) (page, error) {
 			f.add("%s must be given once", name)
 		}
 	}
-	return p, f.err()
+	return query, p, f.err()
 }
 
 // parseInt reads an int64 in its canonical form: what strconv.FormatInt writes, and nothing else.
 func parseInt(s string) (int64, bool) {
 	n, err := strconv.ParseInt(s, 10, 64)
 	return n, err == nil && strconv.FormatInt(n, 10) == s
-}
-
-// oneOf lists the words for a message.
-func oneOf(words []string) string {
-	last := len(words) - 1
-	return strings.Join(words[:last], ", ") + " or " + words[last]
 }
 
 // requireJSON returns a 415 unless the Content-Type is application/json or absent.
@@ -183,11 +180,11 @@ func idempotencyKey(header http.Header) (string, error) {
 var errBodyTooLarge = newError(http.StatusRequestEntityTooLarge, "the request body is larger than %d bytes", maxBody)
 
 // readBody returns the request's body, of maxBody bytes at most.
-func readBody(w http.ResponseWriter, r *http.Request) ([]byte, error) {
+func readBody(w *call, r *http.Request) ([]byte, error) {
 	if r.ContentLength > maxBody {
 		return nil, errBodyTooLarge // before a client that expects 100-continue sends it
 	}
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
+	body, err := io.ReadAll(http.MaxBytesReader(w.ResponseWriter, r.Body, maxBody))
 	if err == nil {
 		return body, nil
 	}
@@ -255,7 +252,7 @@ func (p *newPet) set(name string, value json.RawMessage) (rule string) {
 	case "status":
 		p.Status = "" // which null would leave as it is
 		if json.Unmarshal(value, &p.Status) != nil || !slices.Contains(petStatuses, p.Status) {
-			return "status must be " + oneOf(petStatuses)
+			return statusRule
 		}
 	default:
 		return "unknown member " + quote(name)
@@ -273,35 +270,13 @@ func parseName(value json.RawMessage) (name string, ok bool) {
 	return name, length >= 1 && length <= maxName && !blank && !strings.ContainsRune(name, 0)
 }
 
-// hasUnpairedSurrogate reports whether the JSON string escapes one half of a UTF-16 surrogate pair without
-// the other, which stands for no character and which encoding/json would replace with U+FFFD.
-func hasUnpairedSurrogate(s []byte) bool {
-	for i := 0; i < len(s); i++ {
-		if s[i] != '\\' {
-			continue
-		}
-		i++ // to what is escaped
-		r := escapedUnit(s[i:])
-		if !utf16.IsSurrogate(r) {
-			continue
-		}
-		const low = len(`uD83D\`) // from one half to the other
-		if s[i+low-1] != '\\' || utf16.DecodeRune(r, escapedUnit(s[i+low:])) == unicode.ReplacementChar {
-			return true
-		}
-		i += low
-	}
-	return false
-}
+// wholeEscape matches each escape of a JSON string but half a UTF-16 surrogate pair, which stands for no
+// character, and which encoding/json would replace with U+FFFD.
+var wholeEscape = regexp.MustCompile(`(?i)\\([^u]|u[^d]...|ud[0-7]..|ud[89ab]..\\ud[c-f]..)`)
 
-// escapedUnit returns the UTF-16 code unit that s, from behind a backslash in a JSON string, begins with: uXXXX.
-// It returns 0 if s is another escape.
-func escapedUnit(s []byte) rune {
-	if s[0] != 'u' {
-		return 0
-	}
-	unit, _ := strconv.ParseUint(string(s[1:5]), 16, 16)
-	return rune(unit)
+// hasUnpairedSurrogate reports whether the JSON string escapes half a surrogate pair.
+func hasUnpairedSurrogate(s []byte) bool {
+	return bytes.Contains(s, []byte(`\u`)) && bytes.Contains(wholeEscape.ReplaceAll(s, nil), []byte(`\`))
 }
 
 // writeJSON answers with v.
@@ -318,9 +293,8 @@ func writeJSON(w http.ResponseWriter, status int, v any) error {
 
 // writeBody answers with body, which is JSON.
 func writeBody(w http.ResponseWriter, status int, body []byte) {
-	h := w.Header()
-	h["Content-Type"] = isJSON
-	h["Content-Length"] = []string{strconv.Itoa(len(body))}
+	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Content-Length", strconv.Itoa(len(body)))
 	w.WriteHeader(status)
 	w.Write(body) // an error means that the client is gone
 }

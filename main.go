@@ -2,7 +2,9 @@
 package main
 
 import (
+	"bufio"
 	"context"
+	"crypto/rand"
 	"crypto/tls"
 	"errors"
 	"flag"
@@ -156,7 +158,7 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 		if tcp, ok := ln.Addr().(*net.TCPAddr); !ok || !tcp.IP.IsLoopback() {
 			return fmt.Errorf("set API_KEYS or -keys: %v is not a loopback address, so others can reach it", ln.Addr())
 		}
-		madeKey = newKey()
+		madeKey = rand.Text()
 		k.add(madeKey)
 	}
 	st, err := openStore(c.db)
@@ -198,49 +200,43 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 	return net.FileListener(f)
 }
 
-// lineWriter writes log lines to w: each at once while they are few, those of a millisecond together when they
-// are many, since a system call for each would be a good part of a request's cost.
+// lineWriter writes log lines: each at once while they are few, those of a millisecond together when they are
+// many, since a system call for each would be a good part of a request's cost. A crash can cost that millisecond.
 type lineWriter struct {
 	mu      sync.Mutex
-	w       io.Writer
-	waiting []byte
-	written time.Time   // when w was last written to
+	buf     *bufio.Writer
+	flushed time.Time
 	timer   *time.Timer // calls flush
 }
 
-// lineDelay is the longest that a lineWriter holds a line back, and what a crash can cost of the log.
+// lineDelay is the longest that a lineWriter holds a line back.
 const lineDelay = time.Millisecond
 
 func newLineWriter(w io.Writer) *lineWriter {
-	l := &lineWriter{w: w}
-	l.timer = time.AfterFunc(time.Hour, l.flush)
+	l := &lineWriter{buf: bufio.NewWriterSize(w, 64<<10)}
+	l.timer = time.AfterFunc(lineDelay, l.flush)
 	return l
 }
 
-// Write takes a line. Errors of w are not reported: there is nowhere to.
+// Write takes a line.
 func (l *lineWriter) Write(line []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if len(l.waiting) == 0 {
+	if time.Since(l.flushed) > lineDelay {
+		defer l.flushLocked()
+	} else if l.buf.Buffered() == 0 {
 		l.timer.Reset(lineDelay)
 	}
-	l.waiting = append(l.waiting, line...)
-	if time.Since(l.written) > lineDelay {
-		l.writeWaiting()
-	}
-	return len(line), nil
+	return l.buf.Write(line)
 }
 
-// flush writes the lines held back.
 func (l *lineWriter) flush() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.writeWaiting()
+	l.flushLocked()
 }
 
-func (l *lineWriter) writeWaiting() {
-	if len(l.waiting) > 0 {
-		l.w.Write(l.waiting)
-		l.waiting, l.written = l.waiting[:0], time.Now()
-	}
+func (l *lineWriter) flushLocked() {
+	l.buf.Flush()
+	l.flushed = time.Now()
 }

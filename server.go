@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"crypto/rand"
 	"crypto/tls"
@@ -42,10 +41,10 @@ type server struct {
 	draining atomic.Bool // set before drain
 }
 
-// handlerFunc is a handler that leaves it to its caller to answer with the error that it returns.
-type handlerFunc func(w http.ResponseWriter, r *http.Request) error
+// handlerFunc is a handler that leaves it to answer, which makes an http.Handler of it, to write an error.
+type handlerFunc func(w *call, r *http.Request) error
 
-// newServer returns the service on an open store. Whoever serves it sets the limits above.
+// newServer returns the service on an open store.
 func newServer(st *store, k keys, log *slog.Logger) *server {
 	s := &server{store: st, keys: k, log: log, mux: http.NewServeMux()}
 	cached := newAnswerCache(&st.version).wrap
@@ -68,26 +67,16 @@ func newServer(st *store, k keys, log *slog.Logger) *server {
 	return s
 }
 
-// call is what the service notes of one request, for its log line.
+// call is the ResponseWriter of one request, and notes what the request's log line tells.
 type call struct {
 	http.ResponseWriter
 	draining *atomic.Bool // the server's
 	id       string       // X-Request-Id
 	caller   caller       // once the key is accepted
 	status   int          // 0 until the answer begins
-	bytes    int          // of the answer's body
-	err      error        // what was answered with writeError
+	body     []byte       // of the answer
+	err      error        // what it was an error's
 }
-
-var noStore, noSniff, isJSON = []string{"no-store"}, []string{"nosniff"}, []string{"application/json"}
-
-type callKey struct{}
-
-// callOf returns the call that r belongs to.
-func callOf(r *http.Request) *call { return r.Context().Value(callKey{}).(*call) }
-
-// Unwrap is for http.ResponseController.
-func (c *call) Unwrap() http.ResponseWriter { return c.ResponseWriter }
 
 func (c *call) WriteHeader(status int) {
 	if c.draining.Load() {
@@ -97,21 +86,19 @@ func (c *call) WriteHeader(status int) {
 	c.ResponseWriter.WriteHeader(status)
 }
 
-func (c *call) Write(b []byte) (int, error) {
-	n, err := c.ResponseWriter.Write(b)
-	c.bytes += n
-	return n, err
+// Write takes the whole body, which must not change afterwards.
+func (c *call) Write(body []byte) (int, error) {
+	c.body = body
+	return c.ResponseWriter.Write(body)
 }
 
 // ServeHTTP answers a request and writes its line to the log.
 func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	start := time.Now()
 	c := &call{ResponseWriter: w, draining: &s.draining, id: rand.Text()}
-	r = r.WithContext(context.WithValue(r.Context(), callKey{}, c))
-	h := w.Header()
-	h["X-Request-Id"] = []string{c.id}
-	h["Cache-Control"] = noStore
-	h["X-Content-Type-Options"] = noSniff
+	w.Header().Set("X-Request-Id", c.id)
+	w.Header().Set("Cache-Control", "no-store")
+	w.Header().Set("X-Content-Type-Options", "nosniff")
 	defer s.logCall(c, r, start)
 	defer recoverPanic(c)
 	if p := r.URL.EscapedPath(); p == "" || p[0] != '/' || path.Clean(p) != p {
@@ -127,13 +114,11 @@ func recoverPanic(c *call) {
 	if p == nil {
 		return
 	}
-	if p == http.ErrAbortHandler {
-		panic(p)
-	}
-	c.err = fmt.Errorf("panic: %v\n%s", p, debug.Stack())
+	err := fmt.Errorf("panic: %v\n%s", p, debug.Stack())
 	if c.status == 0 {
-		writeError(c, c.err)
+		writeError(c, err)
 	}
+	c.status, c.err = http.StatusInternalServerError, err
 }
 
 // logCall writes the log line of a call that has ended.
@@ -145,7 +130,7 @@ func (s *server) logCall(c *call, r *http.Request, start time.Time) {
 		slog.String("method", r.Method),
 		slog.String("path", r.URL.Path),
 		slog.Int("status", c.status),
-		slog.Int("bytes", c.bytes))
+		slog.Int("bytes", len(c.body)))
 	line.AddAttrs(slog.Duration("duration", now.Sub(start)))
 	if c.caller != (caller{}) {
 		line.AddAttrs(slog.String("key", c.caller.String()))
@@ -157,19 +142,19 @@ func (s *server) logCall(c *call, r *http.Request, start time.Time) {
 	s.log.Handler().Handle(context.Background(), line)
 }
 
-// answer makes an http.Handler of h.
+// answer makes an http.Handler of h, for ServeHTTP to call.
 func answer(h handlerFunc) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if err := h(w, r); err != nil {
-			callOf(r).err = err
-			writeError(w, err)
+		c := w.(*call)
+		if c.err = h(c, r); c.err != nil {
+			writeError(c, c.err)
 		}
 	})
 }
 
 // deprecated marks every answer of next as that of the deprecated operation getPet (RFC 9745, RFC 8594).
 func deprecated(next handlerFunc) handlerFunc {
-	return func(w http.ResponseWriter, r *http.Request) error {
+	return func(w *call, r *http.Request) error {
 		w.Header().Set("Deprecation", "@1795132800") // 20 November 2026, when version 1.0.0 was published
 		w.Header().Set("Sunset", "Thu, 05 Dec 2030 00:00:00 GMT")
 		w.Header().Set("Link", `</v1/pets>; rel="successor-version"`)
@@ -179,29 +164,30 @@ func deprecated(next handlerFunc) handlerFunc {
 
 // methodNotAllowed answers a known path whose method is not among those allowed.
 func methodNotAllowed(allowed string) handlerFunc {
-	return func(w http.ResponseWriter, r *http.Request) error {
+	return func(w *call, r *http.Request) error {
 		w.Header().Set("Allow", allowed)
 		return newError(http.StatusMethodNotAllowed, "the methods here are %s", allowed)
 	}
 }
 
 // notFound answers a path that leads nowhere.
-func notFound(w http.ResponseWriter, r *http.Request) error {
+func notFound(w *call, r *http.Request) error {
 	return newError(http.StatusNotFound, "there is nothing at this path")
 }
 
 // healthz tells whether the store can be read.
-func (s *server) healthz(w http.ResponseWriter, r *http.Request) error {
-	ctx, cancel := context.WithTimeout(r.Context(), healthTimeout)
+func (s *server) healthz(w *call, r *http.Request) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), healthTimeout) // a cancelled read costs a connection
 	defer cancel()
 	if err := s.store.check(ctx); err != nil {
 		return fmt.Errorf("%w: %w", errUnavailable, err)
 	}
-	return writeJSON(w, http.StatusOK, map[string]string{"status": "ok"})
+	writeBody(w, http.StatusOK, []byte(`{"status":"ok"}`+"\n"))
+	return nil
 }
 
 // openAPI sends the description of the interface for programs.
-func (s *server) openAPI(w http.ResponseWriter, r *http.Request) error {
+func (s *server) openAPI(w *call, r *http.Request) error {
 	writeBody(w, http.StatusOK, openAPI)
 	return nil
 }
@@ -297,7 +283,7 @@ func newAnswerCache(version *atomic.Int64) *answerCache {
 
 // wrap answers what is in the cache and leaves the rest to next, the answers of which it keeps.
 func (c *answerCache) wrap(next handlerFunc) handlerFunc {
-	return func(w http.ResponseWriter, r *http.Request) error {
+	return func(w *call, r *http.Request) error {
 		url := r.URL.RequestURI()
 		version := c.version.Load() // before next reads the store, so that it is never too new
 		if a, ok := c.get(url, version); ok {
@@ -307,11 +293,10 @@ func (c *answerCache) wrap(next handlerFunc) handlerFunc {
 			writeBody(w, http.StatusOK, a.body)
 			return nil
 		}
-		t := tee{ResponseWriter: w}
-		if err := next(&t, r); err != nil {
+		if err := next(w, r); err != nil {
 			return err
 		}
-		c.put(url, version, cachedAnswer{w.Header()["Link"], t.body.Bytes()})
+		c.put(url, version, cachedAnswer{w.Header()["Link"], w.body})
 		return nil
 	}
 }
@@ -340,15 +325,4 @@ func (c *answerCache) put(url string, version int64, a cachedAnswer) {
 	}
 	c.size += size
 	c.answers[url] = a
-}
-
-// tee is a ResponseWriter that keeps a copy of the body.
-type tee struct {
-	http.ResponseWriter
-	body bytes.Buffer
-}
-
-func (t *tee) Write(b []byte) (int, error) {
-	t.body.Write(b)
-	return t.ResponseWriter.Write(b)
 }

@@ -41,10 +41,11 @@ const (
 	schemaVersion = 1          // PRAGMA user_version
 )
 
-// schema makes a new database. The CHECK constraints hold edits from outside to the rules of the API, white
+// schema makes a new database, unless another process just has. The CHECK constraints hold edits from outside to the rules of the API, white
 // space being what unicode.IsSpace says it is.
 var schema = fmt.Sprintf(`
-CREATE TABLE pets (
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS pets (
 	id INTEGER PRIMARY KEY AUTOINCREMENT CHECK (id > 0), -- AUTOINCREMENT: no id is used twice
 	name TEXT NOT NULL CHECK (length(name) BETWEEN 1 AND 255 AND instr(name, char(0)) = 0
 		AND trim(name, char(9, 10, 11, 12, 13, 32, 133, 160, 5760, 8192, 8193, 8194, 8195, 8196, 8197, 8198,
@@ -52,9 +53,9 @@ CREATE TABLE pets (
 	category_id INTEGER NOT NULL,
 	status TEXT NOT NULL DEFAULT 'available' CHECK (status IN ('available', 'pending', 'sold'))
 ) STRICT;
-CREATE INDEX pets_by_status ON pets (status); -- and by id within a status, as in every SQLite index
+CREATE INDEX IF NOT EXISTS pets_by_status ON pets (status); -- and by id within a status, as in every SQLite index
 
-CREATE TABLE idempotency_keys ( -- and the answers first given for them
+CREATE TABLE IF NOT EXISTS idempotency_keys ( -- and the answers first given for them
 	caller BLOB NOT NULL,       -- SHA-256 sum of the API key
 	key TEXT NOT NULL,
 	created INTEGER NOT NULL,   -- Unix time, seconds
@@ -64,10 +65,11 @@ CREATE TABLE idempotency_keys ( -- and the answers first given for them
 	status TEXT NOT NULL,
 	PRIMARY KEY (caller, key)
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX idempotency_keys_by_age ON idempotency_keys (created);
+CREATE INDEX IF NOT EXISTS idempotency_keys_by_age ON idempotency_keys (created);
 
 PRAGMA application_id = %d;
-PRAGMA user_version = %d;`, applicationID, schemaVersion)
+PRAGMA user_version = %d;
+COMMIT;`, applicationID, schemaVersion)
 
 const (
 	listSQL         = `SELECT id, name, category_id, status FROM pets WHERE id > ? ORDER BY id LIMIT ?`
@@ -121,13 +123,12 @@ type store struct {
 	opened  map[string]os.FileInfo // path and the files SQLite keeps beside it, when they were opened
 	version atomic.Int64           // grows with every change, before it is acknowledged
 
-	readers                 *sql.DB
-	listAll, listByStatus   *sql.Stmt
-	getOne                  *sql.Stmt
-	writer                  *sql.DB // of one connection, for the writing goroutine
-	begin, commit, rollback *sql.Stmt
-	insertPet, purge        *sql.Stmt
-	findKey, insertKey      *sql.Stmt
+	readers               *sql.DB
+	listAll, listByStatus *sql.Stmt
+	getOne                *sql.Stmt
+	writer                *sql.DB // of one connection, for the writing goroutine
+	insertPet, purge      *sql.Stmt
+	findKey, insertKey    *sql.Stmt
 
 	queue   chan *creation
 	quit    chan struct{}
@@ -160,7 +161,7 @@ func openStore(path string) (_ *store, err error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := s.remember(); err != nil {
+	if err := s.noteFiles(); err != nil {
 		return nil, err
 	}
 	s.running.Go(s.write)
@@ -170,15 +171,24 @@ func openStore(path string) (_ *store, err error) {
 
 // openWriter opens the connection that writes, and makes the schema where there is none.
 func (s *store) openWriter() (err error) {
-	s.writer, err = sql.Open("sqlite", dsn(s.path, "rwc", "synchronous(FULL)", fmt.Sprintf("journal_size_limit(%d)", walKept)))
+	s.writer, err = sql.Open("sqlite", dsn(s.path, "rwc", "synchronous(FULL)", fmt.Sprintf("journal_size_limit(%d)", walKept))+
+		"&_txlock=immediate")
 	if err != nil {
 		return err
 	}
 	s.writer.SetMaxOpenConns(1)
-	// The schema goes first, so that the file is this service's from its first byte: in WAL mode its header
-	// would lag behind.
-	if err := createSchema(s.writer); err != nil {
+	var version int
+	if err := s.writer.QueryRow("PRAGMA user_version").Scan(&version); err != nil {
 		return err
+	}
+	if version > schemaVersion { // which the header in the file does not show yet
+		return errNewer
+	}
+	if version == 0 {
+		// Before WAL mode, in which the header would lag behind: the file is this service's from its first byte.
+		if _, err := s.writer.Exec(schema); err != nil {
+			return err
+		}
 	}
 	var mode string
 	if err := s.writer.QueryRow("PRAGMA journal_mode = WAL").Scan(&mode); err != nil {
@@ -187,26 +197,8 @@ func (s *store) openWriter() (err error) {
 	if mode != "wal" {
 		return fmt.Errorf("its file system does not support a write-ahead log (journal mode %s)", mode)
 	}
-	return prepare(s.writer, map[string]**sql.Stmt{"BEGIN IMMEDIATE": &s.begin, "COMMIT": &s.commit,
-		"ROLLBACK": &s.rollback, insertPetSQL: &s.insertPet, findKeySQL: &s.findKey, insertKeySQL: &s.insertKey,
-		purgeSQL: &s.purge})
-}
-
-// createSchema makes the tables of a database that has none yet.
-func createSchema(db *sql.DB) error {
-	if _, err := db.Exec("BEGIN IMMEDIATE"); err != nil {
-		return err
-	}
-	defer db.Exec("ROLLBACK") // has no effect after the COMMIT
-	var version int
-	if err := db.QueryRow("PRAGMA user_version").Scan(&version); err != nil || version == schemaVersion {
-		return err
-	}
-	if version > schemaVersion { // which the header does not show yet
-		return errNewer
-	}
-	_, err := db.Exec(schema + "COMMIT")
-	return err
+	return prepare(s.writer, map[string]**sql.Stmt{insertPetSQL: &s.insertPet, findKeySQL: &s.findKey,
+		insertKeySQL: &s.insertKey, purgeSQL: &s.purge})
 }
 
 // openReaders opens the pool that reads and returns one connection more, for watch. All open their files now:
@@ -273,28 +265,27 @@ func (s *store) close() error {
 	return errors.Join(append(errs, s.file.Close())...)
 }
 
-// list returns the animals with an id above after, by ascending id and limit of them at most, and whether
-// more follow. A status other than "" leaves out all that have another.
-func (s *store) list(ctx context.Context, status string, after int64, limit int) (pets []pet, more bool, err error) {
+// list returns a page of the animals, by ascending id, and whether more follow.
+func (s *store) list(ctx context.Context, p page) (pets []pet, more bool, err error) {
 	var rows *sql.Rows
-	if status == "" {
-		rows, err = s.listAll.QueryContext(ctx, after, limit+1)
+	if p.status == "" {
+		rows, err = s.listAll.QueryContext(ctx, p.after, p.limit+1)
 	} else {
-		rows, err = s.listByStatus.QueryContext(ctx, status, after, limit+1)
+		rows, err = s.listByStatus.QueryContext(ctx, p.status, p.after, p.limit+1)
 	}
 	if err != nil {
 		return nil, false, dbError(err)
 	}
 	defer rows.Close()
-	pets = make([]pet, 0, limit+1)
+	pets = make([]pet, 0, p.limit+1)
 	for rows.Next() {
 		pets = append(pets, pet{})
 		if err := rows.Scan(pets[len(pets)-1].columns()...); err != nil {
 			return nil, false, dbError(err)
 		}
 	}
-	if len(pets) > limit {
-		pets, more = pets[:limit], true
+	if len(pets) > p.limit {
+		pets, more = pets[:p.limit], true
 	}
 	return pets, more, dbError(rows.Err())
 }
@@ -342,12 +333,16 @@ func (s *store) write() {
 		select {
 		case c := <-s.queue:
 			// The lock first: whoever comes while it is waited for joins the batch, or is refused with it.
-			err := s.beginTx()
+			tx, err := s.beginTx()
 			batch := s.claim(c)
-			if err != nil {
-				finish(batch, err)
-			} else {
-				s.writeBatch(batch)
+			if err == nil {
+				err = s.writeBatch(tx, batch)
+			}
+			for _, c := range batch {
+				if err != nil {
+					c.err = err
+				}
+				close(c.done)
 			}
 		case <-purge.C:
 			purge.Reset(s.purgeKeys())
@@ -359,15 +354,15 @@ func (s *store) write() {
 
 // beginTx takes the write lock and begins a transaction, on a file that is known to be still in its place. Any
 // error is errUnavailable.
-func (s *store) beginTx() error {
-	_, err := s.begin.Exec()
+func (s *store) beginTx() (*sql.Tx, error) {
+	tx, err := s.writer.Begin()
 	if err == nil {
 		if err = s.intact(); err == nil {
-			return nil
+			return tx, nil
 		}
-		s.rollback.Exec()
+		tx.Rollback()
 	}
-	return fmt.Errorf("%w: %w", errUnavailable, err)
+	return nil, fmt.Errorf("%w: %w", errUnavailable, err)
 }
 
 // claim returns c and whatever waits behind it, but for what its caller has given up.
@@ -387,90 +382,62 @@ func (s *store) claim(c *creation) []*creation {
 	}
 }
 
-// finish hands the creations back to their callers, with err if it is not nil.
-func finish(batch []*creation, err error) {
+// writeBatch stores the batch in the transaction and commits it. What breaks a constraint fails alone; any other
+// error is returned, and is that of the whole batch.
+func (s *store) writeBatch(tx *sql.Tx, batch []*creation) error {
+	defer tx.Rollback() // has no effect after Commit
+	findKey, insertPet, insertKey := tx.Stmt(s.findKey), tx.Stmt(s.insertPet), tx.Stmt(s.insertKey)
+	now := time.Now()
 	for _, c := range batch {
-		if err != nil {
-			c.err = err
+		if c.key != "" {
+			err := findKey.QueryRow(c.caller[:], c.key, now.Add(-keyLifetime).Unix()).Scan(c.pet.columns()...)
+			if err == nil {
+				if c.replayed = true; c.pet.newPet != c.newPet {
+					c.err = errKeyReused
+				}
+				continue
+			}
+			if !errors.Is(err, sql.ErrNoRows) {
+				return dbError(err)
+			}
 		}
-		close(c.done)
-	}
-}
-
-// writeBatch stores the batch in the transaction that was begun, commits it, and finishes the batch. If one
-// cannot be inserted, it stores each in a transaction of its own, so that only that one fails.
-func (s *store) writeBatch(batch []*creation) {
-	for _, c := range batch {
-		err := s.insert(c)
-		if err == nil {
+		result, err := insertPet.Exec(c.newPet.Name, c.newPet.CategoryID, c.newPet.Status)
+		if e, ok := errors.AsType[*sqlite.Error](err); ok && e.Code()&0xff == sqlite3.SQLITE_CONSTRAINT {
+			c.err = err // of a trigger made from outside, say: SQLite undoes the one statement
 			continue
 		}
-		s.rollback.Exec() // may fail: SQLite ends the transaction by itself on some errors
-		if len(batch) == 1 || errors.Is(err, errUnavailable) {
-			finish(batch, err)
-			return
-		}
-		for i := range batch {
-			if err := s.beginTx(); err != nil {
-				finish(batch[i:], err)
-				return
-			}
-			s.writeBatch(batch[i : i+1])
-		}
-		return
-	}
-	_, err := s.commit.Exec()
-	if err != nil {
-		s.rollback.Exec()
-	}
-	s.version.Add(1)
-	finish(batch, dbError(err))
-}
-
-// insert adds c's animal and its idempotency key to the open transaction, or finds the key and what was
-// answered then. After an error the transaction must not go on.
-func (s *store) insert(c *creation) error {
-	c.pet, c.replayed, c.err = pet{newPet: c.newPet}, false, nil
-	now := time.Now().Unix()
-	if c.key != "" {
-		var first pet
-		err := s.findKey.QueryRow(c.caller[:], c.key, now-int64(keyLifetime.Seconds())).Scan(first.columns()...)
-		if err == nil {
-			c.pet, c.replayed = first, true
-			if first.newPet != c.newPet {
-				c.err = errKeyReused
-			}
-			return nil
-		}
-		if !errors.Is(err, sql.ErrNoRows) {
+		if err != nil {
 			return dbError(err)
 		}
+		c.pet.newPet = c.newPet
+		c.pet.ID, _ = result.LastInsertId() // never an error in this driver
+		if c.key != "" {
+			_, err := insertKey.Exec(c.caller[:], c.key, now.Unix(), c.pet.ID, c.pet.Name, c.pet.CategoryID, c.pet.Status)
+			if err != nil {
+				return dbError(err)
+			}
+		}
 	}
-	result, err := s.insertPet.Exec(c.newPet.Name, c.newPet.CategoryID, c.newPet.Status)
-	if err != nil {
+	err := tx.Commit()
+	s.version.Add(1)
+	if e, ok := errors.AsType[*sqlite.Error](err); ok && e.Code() == sqlite3.SQLITE_FULL {
 		return dbError(err)
 	}
-	c.pet.ID, _ = result.LastInsertId() // never an error in this driver
-	if c.key != "" {
-		_, err = s.insertKey.Exec(c.caller[:], c.key, now, c.pet.ID, c.pet.Name, c.pet.CategoryID, c.pet.Status)
-	}
-	return dbError(err)
+	return err // and the animals may be on disk: SQLite syncs its log before it does the rest
 }
 
 // purgeKeys deletes a batch of idempotency keys that are no longer remembered, and returns how long to wait
 // for the next.
 func (s *store) purgeKeys() time.Duration {
-	if s.intact() != nil {
-		return purgeInterval
+	if s.intact() == nil {
+		result, err := s.purge.Exec(time.Now().Add(-keyLifetime).Unix(), purgeBatch)
+		if err == nil { // else what stops it stops creates too, and they tell
+			if n, _ := result.RowsAffected(); n == purgeBatch {
+				return 0
+			}
+		}
 	}
-	result, err := s.purge.Exec(time.Now().Add(-keyLifetime).Unix(), purgeBatch)
-	if err != nil {
-		return purgeInterval // what stops it stops creates too, and their errors are logged
-	}
-	if n, _ := result.RowsAffected(); n < purgeBatch {
-		return purgeInterval
-	}
-	return 0
+	return purgeInterval
 }
 
 // watch raises the version when another program has changed the database, as conn notices, until the store
@@ -500,12 +467,12 @@ func (s *store) check(ctx context.Context) error {
 	if err := s.intact(); err != nil {
 		return err
 	}
-	_, _, err := s.list(ctx, "", 0, 1)
+	_, _, err := s.list(ctx, page{limit: 1})
 	return err
 }
 
-// remember notes which files the store has open.
-func (s *store) remember() (err error) {
+// noteFiles notes which files the store has open.
+func (s *store) noteFiles() (err error) {
 	if s.path, err = filepath.EvalSymlinks(s.path); err != nil {
 		return err
 	}
@@ -619,12 +586,8 @@ func backup(ctx context.Context, path, target string) (err error) {
 		return err
 	}
 	defer f.Close()
-	defer func() {
-		if err != nil {
-			os.Remove(f.Name())
-			os.Remove(f.Name() + "-journal")
-		}
-	}()
+	defer os.Remove(f.Name()) // or what is left of it: nothing after Rename
+	defer os.Remove(f.Name() + "-journal")
 	if err := vacuumInto(ctx, path, f.Name()); err != nil {
 		return err
 	}
