@@ -23,7 +23,7 @@ import (
 )
 
 func main() {
-	debug.SetGCPercent(300) // the heap is a few MiB: let it grow a little rather than scan it often
+	debug.SetGCPercent(200) // the heap is a few MiB: let it grow a little more rather than scan it so often
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
 	ctx, stop := context.WithCancelCause(context.Background())

@@ -269,7 +269,7 @@ type answerCache struct {
 }
 
 // maxCache bounds the bytes of the answers in a cache. A full one is emptied: those in demand soon return.
-const maxCache = 8 << 20
+const maxCache = 4 << 20
 
 // cachedAnswer is a 200.
 type cachedAnswer struct {
