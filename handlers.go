@@ -293,7 +293,6 @@ func writeJSON(w http.ResponseWriter, status int, v any) error {
 
 // writeBody answers with body, which is JSON.
 func writeBody(w http.ResponseWriter, status int, body []byte) {
-	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Content-Length", strconv.Itoa(len(body)))
 	w.WriteHeader(status)
 	w.Write(body) // an error means that the client is gone

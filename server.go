@@ -7,6 +7,7 @@ import (
 	_ "embed"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"path"
@@ -92,13 +93,26 @@ func (c *call) Write(body []byte) (int, error) {
 	return c.ResponseWriter.Write(body)
 }
 
+// What each answer, and each answer of the deprecated operation, says of itself.
+var (
+	everyHeader = http.Header{
+		"Cache-Control":          {"no-store"},
+		"Content-Type":           {"application/json"},
+		"X-Content-Type-Options": {"nosniff"},
+	}
+	deprecatedHeader = http.Header{
+		"Deprecation": {"@1795132800"},                   // RFC 9745: 20 November 2026, when version 1.0.0 was published
+		"Sunset":      {"Thu, 05 Dec 2030 00:00:00 GMT"}, // RFC 8594
+		"Link":        {`</v1/pets>; rel="successor-version"`},
+	}
+)
+
 // ServeHTTP answers a request and writes its line to the log.
 func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	start := time.Now()
 	c := &call{ResponseWriter: w, draining: &s.draining, id: rand.Text()}
+	maps.Copy(w.Header(), everyHeader)
 	w.Header().Set("X-Request-Id", c.id)
-	w.Header().Set("Cache-Control", "no-store")
-	w.Header().Set("X-Content-Type-Options", "nosniff")
 	defer s.logCall(c, r, start)
 	defer recoverPanic(c)
 	if p := r.URL.EscapedPath(); p == "" || p[0] != '/' || path.Clean(p) != p {
@@ -152,12 +166,10 @@ func answer(h handlerFunc) http.Handler {
 	})
 }
 
-// deprecated marks every answer of next as that of the deprecated operation getPet (RFC 9745, RFC 8594).
+// deprecated marks every answer of next as that of a deprecated operation.
 func deprecated(next handlerFunc) handlerFunc {
 	return func(w *call, r *http.Request) error {
-		w.Header().Set("Deprecation", "@1795132800") // 20 November 2026, when version 1.0.0 was published
-		w.Header().Set("Sunset", "Thu, 05 Dec 2030 00:00:00 GMT")
-		w.Header().Set("Link", `</v1/pets>; rel="successor-version"`)
+		maps.Copy(w.Header(), deprecatedHeader)
 		return next(w, r)
 	}
 }
@@ -269,7 +281,7 @@ type answerCache struct {
 }
 
 // maxCache bounds the bytes of the answers in a cache. A full one is emptied: those in demand soon return.
-const maxCache = 4 << 20
+const maxCache = 8 << 20
 
 // cachedAnswer is a 200.
 type cachedAnswer struct {

@@ -8,6 +8,7 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"database/sql"
+	"encoding/binary"
 	"encoding/json"
 	"encoding/pem"
 	"errors"
@@ -32,6 +33,7 @@ import (
 	"syscall"
 	"testing"
 	"time"
+	"unicode"
 	"unicode/utf8"
 )
 
@@ -734,6 +736,11 @@ func TestCreatePetRefusesOtherBodies(t *testing.T) {
 	exact += strings.Repeat(" ", maxBody-len(exact))
 	s.want(s.do("POST", "/v1/pets", exact), http.StatusCreated, "")
 	s.want(s.do("POST", "/v1/pets", exact+" "), http.StatusRequestEntityTooLarge, "65536")
+	r := httptest.NewRequest("POST", "/v1/pets", io.MultiReader(strings.NewReader(exact), strings.NewReader(" "))) // in chunks
+	setHeaders(r, nil)
+	w := httptest.NewRecorder()
+	s.ServeHTTP(w, r)
+	s.want(checked(t, r, w.Result()), http.StatusRequestEntityTooLarge, "65536")
 }
 
 func TestContentType(t *testing.T) {
@@ -751,6 +758,8 @@ func TestContentType(t *testing.T) {
 		s.want(s.do("POST", "/v1/pets", `{"name":"x","categoryId":1}`, "Content-Type:"+value), status, "")
 	}
 	s.want(s.do("POST", "/v1/pets", `{"name":"x","categoryId":1}`), http.StatusCreated, "")
+	s.want(s.do("POST", "/v1/pets?limit=x&anything", `{"name":"x","categoryId":1}`, "Accept: text/html"), http.StatusCreated, "")
+	s.want(s.do("GET", "/v1/pets", "", "Accept: text/html"), http.StatusOK, "")
 	s.want(s.do("POST", "/v1/pets", `{"name":"x","categoryId":1}`, "Content-Type: application/json", "Content-Type: application/json"),
 		http.StatusUnsupportedMediaType, "application/json")
 }
@@ -907,12 +916,20 @@ func TestKeyCheck(t *testing.T) {
 		}
 	}
 	s.want(s.do("GET", "/v1/pets?access_token=test-key", "", "Authorization:"), http.StatusUnauthorized, "")
+	s.add("Rex", 7, "sold")
+	for _, target := range []string{"/v1/pets", "/v1/pets/1"} {
+		s.want(s.do("GET", target, ""), http.StatusOK, "Rex") // and now it is in the cache
+		s.want(s.do("GET", target, "", "Authorization:"), http.StatusUnauthorized, "")
+	}
 }
 
 // TestLog is about the line that each request has in the log, and what must not be there.
 func TestLog(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
+	if s.do("GET", "/healthz", "").header.Get("X-Request-Id") == s.do("GET", "/healthz", "").header.Get("X-Request-Id") {
+		t.Error("two requests have one id")
+	}
 	var log bytes.Buffer
 	s.Handler.(*server).log = slog.New(slog.NewTextHandler(&log, nil))
 	line := func(a reply) string {
@@ -943,6 +960,11 @@ func TestLog(t *testing.T) {
 	if got := line(a); !strings.Contains(got, "no such table") || !strings.Contains(got, "level=ERROR") || strings.Contains(a.body, "table") {
 		t.Errorf("log %s, answer %s", got, a.body)
 	}
+	a = s.do("GET", "/healthz", "") // the file is there, but cannot be read
+	s.want(a, http.StatusServiceUnavailable, "unavailable")
+	if got := line(a); !strings.Contains(got, "no such table") || !strings.Contains(got, "level=ERROR") || strings.Contains(a.body, "table") {
+		t.Errorf("log %s, answer %s", got, a.body)
+	}
 }
 
 func TestPanicIsAnInternalErrorForItsRequestAlone(t *testing.T) {
@@ -964,7 +986,7 @@ func TestSlowBodyIsTimedOut(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	ts := httptest.NewUnstartedServer(s)
-	ts.Config.ReadTimeout = 100 * time.Millisecond
+	ts.Config.ReadTimeout, ts.Config.ReadHeaderTimeout = 100*time.Millisecond, time.Hour // however busy the machine is
 	ts.Start()
 	defer ts.Close()
 	r, _ := http.NewRequest("POST", ts.URL+"/v1/pets", io.MultiReader(strings.NewReader(`{"name":`), stalled{t.Context()}))
@@ -979,6 +1001,19 @@ func TestSlowBodyIsTimedOut(t *testing.T) {
 		t.Error("the connection is kept for more")
 	}
 	s.want(s.do("GET", "/v1/pets", ""), http.StatusOK, "[]")
+}
+
+// TestAnswerHasItsTimeAfterASlowBody has the time to write run out before the body is read.
+func TestAnswerHasItsTimeAfterASlowBody(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	ts := httptest.NewUnstartedServer(s)
+	ts.Config.WriteTimeout = time.Nanosecond
+	ts.Start()
+	defer ts.Close()
+	if status, body, err := send(ts.Client(), "POST", ts.URL+"/v1/pets", `{"name":"Rex","categoryId":7}`); status != http.StatusCreated {
+		t.Errorf("got %d %s %v", status, body, err)
+	}
 }
 
 // stalled is a body that does not come.
@@ -1069,11 +1104,12 @@ func TestIdempotencyKey(t *testing.T) {
 	s.want(s.do("POST", "/v1/pets", animal, "Idempotency-Key: K"), http.StatusCreated, `"id":2,`)
 	s.want(s.do("POST", "/v1/pets", animal, "Idempotency-Key: k", "Authorization: Bearer "+otherKey), http.StatusCreated, `"id":3,`)
 	s.want(s.do("POST", "/v1/pets", animal), http.StatusCreated, `"id":4,`)
-	for _, bad := range []string{"Idempotency-Key:", "Idempotency-Key: a b", "Idempotency-Key: é", "Idempotency-Key: a|Idempotency-Key: a"} {
+	s.want(s.do("POST", "/v1/pets", animal, "Idempotency-Key: !~"), http.StatusCreated, `"id":5,`)
+	for _, bad := range []string{"Idempotency-Key:", "Idempotency-Key: a b", "Idempotency-Key: \x7f", "Idempotency-Key: é", "Idempotency-Key: a|Idempotency-Key: a"} {
 		s.want(s.do("POST", "/v1/pets", animal, strings.Split(bad, "|")...), http.StatusBadRequest, "1 to 255 visible ASCII")
 	}
-	if got := len(decode[[]pet](t, s.do("GET", "/v1/pets", ""))); got != 4 {
-		t.Errorf("there are %d animals, want 4", got)
+	if got := len(decode[[]pet](t, s.do("GET", "/v1/pets", ""))); got != 5 {
+		t.Errorf("there are %d animals, want 5", got)
 	}
 }
 
@@ -1087,11 +1123,12 @@ func TestIdempotencyKeyIsForgottenAfterADay(t *testing.T) {
 	age := func(d time.Duration) {
 		s.sql("UPDATE idempotency_keys SET created = unixepoch() - ?", int64(d.Seconds()))
 	}
-	age(keyLifetime - time.Minute)
+	const day = 24 * time.Hour
+	age(day - time.Minute)
 	s.want(s.do("POST", "/v1/pets", animal, "Idempotency-Key: 0"), http.StatusCreated, `"id":1,`)
-	age(-keyLifetime) // the clock was set back
+	age(-day) // the clock was set back
 	s.want(s.do("POST", "/v1/pets", animal, "Idempotency-Key: 0"), http.StatusCreated, `"id":1,`)
-	age(keyLifetime)
+	age(day)
 	s.want(s.do("POST", "/v1/pets", animal, "Idempotency-Key: 0"), http.StatusCreated, fmt.Sprintf(`"id":%d,`, purgeBatch+3))
 	s.want(s.do("POST", "/v1/pets", animal, "Idempotency-Key: 0"), http.StatusCreated, fmt.Sprintf(`"id":%d,`, purgeBatch+3))
 	if next := s.store.purgeKeys(); next != 0 {
@@ -1208,7 +1245,13 @@ func TestFullDatabase(t *testing.T) {
 	s.fill()
 	s.want(s.do("GET", "/v1/pets?limit=1", ""), http.StatusOK, "xxx")
 	s.want(s.do("GET", "/healthz", ""), http.StatusOK, "ok")
-	if _, err := s.store.writer.Exec("PRAGMA max_page_count = 1000000"); err != nil {
+	for _, pragma := range []string{"max_page_count = 1000000", "query_only = ON"} { // now it is read-only instead
+		if _, err := s.store.writer.Exec("PRAGMA " + pragma); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`), http.StatusServiceUnavailable, "unavailable")
+	if _, err := s.store.writer.Exec("PRAGMA query_only = OFF"); err != nil {
 		t.Fatal(err)
 	}
 	s.add("Rex", 7, "sold")
@@ -1221,7 +1264,7 @@ func TestFullQueue(t *testing.T) {
 	defer unlock()
 	var refused atomic.Int64
 	var all sync.WaitGroup
-	for range queueLength + 100 {
+	for range 4096 + 100 {
 		all.Go(func() {
 			_, _, err := s.store.create(caller{}, "", newPet{"Rex", 7, "sold"})
 			if errors.Is(err, errUnavailable) && strings.Contains(err.Error(), "creates wait already") {
@@ -1266,6 +1309,92 @@ func TestOneInsertFailsAlone(t *testing.T) {
 	s.want(s.do("POST", "/v1/pets", `{"name":"good","categoryId":7}`, "Idempotency-Key: 0"), http.StatusCreated, "good")
 }
 
+// TestFailedCommitStoresNothing has a create fail where its key is stored, and another where it is committed.
+func TestFailedCommitStoresNothing(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.sql(`CREATE TRIGGER refuse BEFORE INSERT ON idempotency_keys WHEN new.key = 'bad' BEGIN SELECT RAISE(ABORT, 'refused'); END;
+		CREATE TABLE child (parent REFERENCES pets DEFERRABLE INITIALLY DEFERRED);
+		CREATE TRIGGER orphan BEFORE INSERT ON pets WHEN new.name = 'bad' BEGIN INSERT INTO child VALUES (0); END`)
+	if _, err := s.store.writer.Exec("PRAGMA foreign_keys = ON"); err != nil {
+		t.Fatal(err)
+	}
+	s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`, "Idempotency-Key: bad"), http.StatusInternalServerError, "")
+	s.want(s.do("POST", "/v1/pets", `{"name":"bad","categoryId":7}`), http.StatusInternalServerError, "")
+	p := s.add("Rex", 7, "sold")
+	s.want(s.do("GET", "/v1/pets", ""), http.StatusOK, fmt.Sprintf(`[{"id":%d,"name":"Rex","categoryId":7,"status":"sold"}]`, p.ID))
+}
+
+// TestWaitingCreatesShareOneCommit counts the commits in the write-ahead log (https://sqlite.org/fileformat.html#walformat).
+func TestWaitingCreatesShareOneCommit(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.add("first", 1, "sold")
+	commits := func() (n int) {
+		wal, err := os.ReadFile(s.db + "-wal")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for frame := 32; frame < len(wal); frame += 24 + 4096 {
+			if binary.BigEndian.Uint32(wal[frame+4:]) != 0 {
+				n++
+			}
+		}
+		return n
+	}
+	unlock := s.lock()
+	before := commits()
+	var all sync.WaitGroup
+	for range 20 {
+		all.Go(func() { s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`) })
+	}
+	eventually(t, "all creates wait", func() bool { return len(s.store.queue) == 19 })
+	unlock()
+	all.Wait()
+	if n := commits() - before; n != 1 {
+		t.Errorf("20 creates that waited were stored by %d commits", n)
+	}
+}
+
+// TestCreateGivesUpOnlyItsTurn has no writer but the test, which leaves a create to wait for more than it may.
+func TestCreateGivesUpOnlyItsTurn(t *testing.T) {
+	t.Parallel()
+	s := &store{queue: make(chan *creation, queueLength)}
+	answered := make(chan error, 1)
+	go func() {
+		_, _, err := s.create(caller{}, "", newPet{})
+		answered <- err
+	}()
+	taken := s.claim(<-s.queue)
+	if _, _, err := s.create(caller{}, "", newPet{}); !errors.Is(err, errUnavailable) {
+		t.Errorf("a create that nobody takes up gets %v", err)
+	}
+	if batch := s.claim(<-s.queue); len(batch) != 0 {
+		t.Error("a create that was given up is stored nevertheless")
+	}
+	for _, c := range taken {
+		close(c.done)
+	}
+	if err := <-answered; err != nil {
+		t.Errorf("a create that is being stored gets %v", err)
+	}
+}
+
+// TestConnectionsToTheDatabase is about settings that show only when the power fails or a query is wrong.
+func TestConnectionsToTheDatabase(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	for pragma, want := range map[string]string{"synchronous": "2", "journal_mode": "wal", "journal_size_limit": "67108864"} {
+		var got string
+		if err := s.store.writer.QueryRow("PRAGMA " + pragma).Scan(&got); err != nil || got != want {
+			t.Errorf("%s is %s, want %s (%v)", pragma, got, want, err)
+		}
+	}
+	if _, err := s.store.readers.Exec("DELETE FROM pets"); err == nil {
+		t.Error("a connection for reading can write")
+	}
+}
+
 // TestDatabaseFileIsTakenAway is about a file that is deleted or replaced while it is in use.
 func TestDatabaseFileIsTakenAway(t *testing.T) {
 	t.Parallel()
@@ -1283,6 +1412,10 @@ func TestDatabaseFileIsTakenAway(t *testing.T) {
 		},
 		"without its log": func() func() {
 			s := &service{t: t, db: s.db + "-wal"}
+			return s.moveAway()
+		},
+		"without its index": func() func() {
+			s := &service{t: t, db: s.db + "-shm"}
 			return s.moveAway()
 		},
 	} {
@@ -1390,9 +1523,16 @@ func TestEditFromOutsideShows(t *testing.T) {
 			t.Errorf("that took %v", took)
 		}
 	}
+	white := ""
+	for c := range rune(unicode.MaxRune) {
+		if unicode.IsSpace(c) {
+			white += string(c)
+		}
+	}
+	s.sql("UPDATE pets SET name = char(8203)") // no white space to Unicode, for all its name
 	for _, edit := range []string{
 		`UPDATE pets SET name = ''`,
-		`UPDATE pets SET name = char(9, 160, 12288)`,
+		`UPDATE pets SET name = '` + white + `'`,
 		`UPDATE pets SET name = 'a' || char(0)`,
 		`UPDATE pets SET name = printf('%.256c', 'x')`,
 		`UPDATE pets SET name = NULL`,
@@ -1413,6 +1553,7 @@ func TestEditFromOutsideShows(t *testing.T) {
 		db.Close()
 	}
 	s.sql(`INSERT INTO pets (id, name, category_id) VALUES (9223372036854775806, 'last', 1)`)
+	s.want(s.do("GET", "/v1/pets/9223372036854775806", ""), http.StatusOK, `"status":"available"`)
 	if p := s.add("really last", 1, "sold"); p.ID != math.MaxInt64 {
 		t.Errorf("the id after the last but one is %d", p.ID)
 	}
@@ -1478,6 +1619,51 @@ func TestCacheStaysSmall(t *testing.T) {
 	}
 }
 
+// TestCacheKnowsOfAWriteBeforeItsClient stops the writing of an animal where its client would be told.
+func TestCacheKnowsOfAWriteBeforeItsClient(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	before := s.store.version.Load()
+	tx, err := s.store.beginTx()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.store.writeBatch(tx, []*creation{{newPet: newPet{"Rex", 7, "sold"}}}); err != nil {
+		t.Fatal(err)
+	}
+	if s.store.version.Load() == before {
+		t.Error("the client is told first")
+	}
+}
+
+// TestCacheForgetsWhatChangedMeanwhile has the store change while answers are made.
+func TestCacheForgetsWhatChangedMeanwhile(t *testing.T) {
+	t.Parallel()
+	var version atomic.Int64
+	c := newAnswerCache(&version)
+	made := 0
+	var h http.Handler
+	get := func(target string) {
+		w := &call{ResponseWriter: httptest.NewRecorder(), draining: new(atomic.Bool)}
+		h.ServeHTTP(w, httptest.NewRequest("GET", target, nil))
+	}
+	h = answer(c.wrap(func(w *call, r *http.Request) error {
+		if made++; made == 1 {
+			version.Add(1)
+			get("/meanwhile")
+		}
+		writeBody(w, http.StatusOK, nil)
+		return nil
+	}))
+	get("/old")
+	get("/old")
+	get("/old")
+	get("/meanwhile")
+	if made != 3 {
+		t.Errorf("%d answers were made, want 3: the first is old", made)
+	}
+}
+
 func TestQueriesNeitherScanNorSort(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -1490,20 +1676,21 @@ func TestQueriesNeitherScanNorSort(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		steps := 0
+		steps, plan := 0, ""
 		for ; rows.Next(); steps++ {
 			var id, parent, unused int
 			var detail string
 			if err := rows.Scan(&id, &parent, &unused, &detail); err != nil {
 				t.Fatal(err)
 			}
+			plan += detail
 			if strings.Contains(detail, "TEMP B-TREE") || strings.HasPrefix(detail, "SCAN") && detail != "SCAN idempotency_keys" {
 				t.Errorf("%s: %s", query, detail)
 			}
 		}
 		rows.Close()
-		if steps == 0 {
-			t.Errorf("%s has no plan", query)
+		if steps == 0 || query == listByStatusSQL && !strings.Contains(plan, "pets_by_status") {
+			t.Errorf("%s has the plan %q", query, plan)
 		}
 	}
 }
@@ -1732,7 +1919,8 @@ func TestSecondSignalEndsAtOnce(t *testing.T) {
 // TestDrain ends the service while a request is in flight: it is still answered.
 func TestDrain(t *testing.T) {
 	t.Parallel()
-	url, stop := startRun(t, map[string]string{"API_KEYS": testKey})
+	db := filepath.Join(t.TempDir(), "animals.db")
+	url, _, stop := startRun(t, map[string]string{"API_KEYS": testKey}, "-db", db)
 	const animal = `{"name":"Rex","categoryId":7}`
 	conn, r := inFlight(t, url, len(animal))
 	ended := make(chan int)
@@ -1748,6 +1936,75 @@ func TestDrain(t *testing.T) {
 	}
 	if status := <-ended; status != 0 {
 		t.Errorf("the exit status is %d", status)
+	}
+	if _, err := os.Stat(db + "-wal"); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the store was not closed: %v", err)
+	}
+}
+
+// TestServe is about the limits of the server, and requests in flight when it stops: one that is answered in the
+// end, and one that is not.
+func TestServe(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	srv := s.Handler.(*server)
+	limits := make(chan *http.Server, 1)
+	srv.mux.Handle("GET /limits", answer(func(w *call, r *http.Request) error {
+		limits <- r.Context().Value(http.ServerContextKey).(*http.Server)
+		return nil
+	}))
+	blocked, late, never := make(chan struct{}), make(chan struct{}), make(chan struct{})
+	defer close(never)
+	for path, until := range map[string]chan struct{}{"GET /late": late, "GET /never": never} {
+		srv.mux.Handle(path, answer(func(w *call, r *http.Request) error {
+			blocked <- struct{}{}
+			<-until
+			return nil
+		}))
+	}
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- srv.serve(ctx, ln, nil) }()
+	client, url := &http.Client{Transport: &http.Transport{}}, "http://"+ln.Addr().String()
+	for size, want := range map[int]int{15 << 10: http.StatusOK, 21 << 10: http.StatusRequestHeaderFieldsTooLarge} {
+		if status, _, err := send(client, "GET", url+"/healthz", "", "X: "+strings.Repeat("x", size)); status != want {
+			t.Errorf("a header of %d bytes is answered with %d %v", size, status, err)
+		}
+	}
+	send(client, "GET", url+"/limits", "")
+	hs := <-limits
+	got := []time.Duration{hs.ReadHeaderTimeout, hs.ReadTimeout, hs.WriteTimeout, hs.IdleTimeout, drainTimeout}
+	if want := []time.Duration{5 * time.Second, 10 * time.Second, 15 * time.Second, time.Minute, 10 * time.Second}; !slices.Equal(got, want) {
+		t.Errorf("the limits are %v, want %v", got, want)
+	}
+	if !hs.DisableGeneralOptionsHandler {
+		t.Error("OPTIONS * is answered without a key")
+	}
+	hs.RegisterOnShutdown(func() { close(late) })
+	answered := map[string]chan error{"/late": make(chan error, 1), "/never": make(chan error, 1)}
+	for path, err := range answered {
+		go func() {
+			_, _, e := send(client, "GET", url+path, "")
+			err <- e
+		}()
+		<-blocked
+	}
+	stop()
+	if err := <-answered["/late"]; err != nil {
+		t.Errorf("a request in flight is cut off: %v", err)
+	}
+	if err := <-ended; err != nil {
+		t.Errorf("the end is an error: %v", err)
+	}
+	if err := <-answered["/never"]; err == nil {
+		t.Error("a request that outlasts the stop is answered")
+	}
+	if err := srv.serve(t.Context(), ln, nil); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("on a closed socket: %v", err)
 	}
 }
 
@@ -1782,7 +2039,8 @@ func stopsListening(t testing.TB, address net.Addr) {
 }
 
 // startRun runs the program in this process until stop is called, which returns the exit status and the log.
-func startRun(t testing.TB, env map[string]string, args ...string) (url string, stop func() (int, string)) {
+// What the log began with is started.
+func startRun(t testing.TB, env map[string]string, args ...string) (url, started string, stop func() (int, string)) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
 	pr, pw := io.Pipe()
@@ -1801,6 +2059,7 @@ func startRun(t testing.TB, env map[string]string, args ...string) (url string, 
 			break
 		}
 	}
+	started = log.String()
 	read := make(chan struct{})
 	go func() {
 		defer close(read)
@@ -1811,7 +2070,7 @@ func startRun(t testing.TB, env map[string]string, args ...string) (url string, 
 	if url == "" {
 		t.Fatalf("did not start: %s", log.String())
 	}
-	return "http://" + url, func() (int, string) {
+	return "http://" + url, started, func() (int, string) {
 		cancel()
 		<-read
 		return <-ended, log.String()
@@ -1828,13 +2087,18 @@ func lookup(env map[string]string) func(string) (string, bool) {
 
 func TestWithoutAKeyOneIsMadeForThisRun(t *testing.T) {
 	t.Parallel()
-	url, stop := startRun(t, nil)
-	status, log := 0, ""
+	url, started, stop := startRun(t, map[string]string{"LISTEN_PID": "1", "LISTEN_FDS": "1"}) // of another process
+	key := regexp.MustCompile(`api_key=([A-Z2-7]{26})\n`).FindStringSubmatch(started)
+	if key == nil {
+		t.Fatal(started)
+	}
+	if code, body, err := send(http.DefaultClient, "GET", url+"/v1/pets", "", "Authorization: Bearer "+key[1]); code != http.StatusOK {
+		t.Errorf("with the key that was made: %d %s %v", code, body, err)
+	}
 	if code, body, err := send(http.DefaultClient, "GET", url+"/v1/pets", ""); code != http.StatusUnauthorized {
 		t.Errorf("got %d %s %v", code, body, err)
 	}
-	status, log = stop()
-	if key := regexp.MustCompile(`api_key=[A-Z2-7]{26}\n`); status != 0 || !key.MatchString(log) || !strings.Contains(log, "keys=1") {
+	if status, log := stop(); status != 0 || strings.Count(log, key[1]) != 1 || !strings.Contains(log, "keys=1") {
 		t.Errorf("status %d, log %s", status, log)
 	}
 }
@@ -1856,7 +2120,7 @@ func TestTLS(t *testing.T) {
 		}
 		return file
 	}
-	url, stop := startRun(t, map[string]string{"API_KEYS": testKey},
+	url, _, stop := startRun(t, map[string]string{"API_KEYS": testKey},
 		"-tls-cert", write("cert", "CERTIFICATE", ts.Certificate().Raw), "-tls-key", write("key", "PRIVATE KEY", key))
 	url = strings.Replace(url, "http:", "https:", 1)
 	client := ts.Client()
@@ -1871,12 +2135,13 @@ func TestTLS(t *testing.T) {
 	if a := checked(t, r, resp); a.status != http.StatusOK || resp.ProtoMajor != 2 {
 		t.Errorf("got %d by HTTP/%d", a.status, resp.ProtoMajor)
 	}
-	transport = transport.Clone()
-	transport.TLSClientConfig.MaxVersion = tls.VersionTLS11
-	if _, err := transport.RoundTrip(r); err == nil {
+	config := &tls.Config{RootCAs: transport.TLSClientConfig.RootCAs, ServerName: "example.com"}
+	config.MinVersion, config.MaxVersion = tls.VersionTLS10, tls.VersionTLS11
+	if conn, err := tls.Dial("tcp", strings.TrimPrefix(url, "https://"), config); err == nil {
+		conn.Close()
 		t.Error("TLS 1.1 is accepted")
 	}
-	if status, log := stop(); status != 0 || !strings.Contains(log, "TLS handshake error") {
+	if status, log := stop(); status != 0 || !strings.Contains(log, "unsupported versions") || strings.Contains(log, testKey) {
 		t.Errorf("status %d, log %s", status, log)
 	}
 }
@@ -1903,6 +2168,10 @@ func TestSettings(t *testing.T) {
 	}
 	defer taken.Close()
 	none := filepath.Join(dir, "none")
+	dangling := filepath.Join(dir, "dangling")
+	if err := os.Symlink(none, dangling); err != nil {
+		t.Fatal(err)
+	}
 	for _, c := range []struct {
 		args   string // separated by spaces, _ for an empty one
 		env    string
@@ -1939,6 +2208,7 @@ func TestSettings(t *testing.T) {
 		{"-db " + database("newer", schema+"PRAGMA user_version = 2"), "k", 1, "a newer version"},
 		{"-backup " + file("exists", ""), "", 1, "no database"},
 		{"-db " + database("fine", schema) + " -backup " + file("exists", ""), "", 1, "exists already"},
+		{"-db " + database("fine", schema) + " -backup " + dangling, "", 1, "exists already"},
 		{"-db " + database("fine", schema) + " -backup " + none + "/copy", "", 1, "no such file"},
 		{"-db " + none + " -backup " + none + "2", "", 1, "no database"},
 	} {
@@ -1994,10 +2264,42 @@ func TestOddNamesOfDatabases(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{":memory:", "file:x", "a?mode=memory", "a#b", "100%", "%41", "a b&c", "ä\n"} {
 		dir := t.TempDir()
+		if err := os.WriteFile(filepath.Join(dir, name), nil, 0o600); err != nil { // an empty file is as good as none
+			t.Fatal(err)
+		}
 		s := openService(t, filepath.Join(dir, name))
 		s.add("Rex", 7, "sold")
-		if _, err := os.Stat(filepath.Join(dir, name)); err != nil {
-			t.Error(err)
+		if info, err := os.Stat(filepath.Join(dir, name)); err != nil || info.Size() == 0 {
+			t.Errorf("%q is not used (%v)", name, err)
+		}
+		link := filepath.Join(t.TempDir(), "link")
+		if err := os.Symlink(filepath.Join(dir, name), link); err != nil {
+			t.Fatal(err)
+		}
+		openService(t, link).add("Tom", 7, "sold")
+	}
+}
+
+// TestRelativeNameOfADatabase names a file in the current directory as SQLite names a database in memory.
+func TestRelativeNameOfADatabase(t *testing.T) {
+	t.Parallel()
+	cmd := command(execSelf, "-addr", "127.0.0.1:0", "-db", ":memory:")
+	cmd.Dir = t.TempDir()
+	startProcess(t, cmd)
+	if files := snapshot(t, cmd.Dir); !strings.HasPrefix(files, ":memory: ") {
+		t.Errorf("there are %q", files)
+	}
+}
+
+func TestListen(t *testing.T) {
+	t.Parallel()
+	for count, ok := range map[string]bool{"": true, "0": true, "2": false, "x": false} {
+		ln, err := listen(lookup(map[string]string{"LISTEN_PID": strconv.Itoa(os.Getpid()), "LISTEN_FDS": count}), "localhost:0")
+		if (err == nil) != ok || err != nil && !strings.Contains(err.Error(), "one socket") {
+			t.Errorf("with LISTEN_FDS=%q: %v", count, err)
+		}
+		if err == nil {
+			ln.Close()
 		}
 	}
 }
@@ -2017,6 +2319,9 @@ func TestLoadKeys(t *testing.T) {
 		if _, ok := k.find(key); ok != want {
 			t.Errorf("key %q is valid: %v, want %v", key, ok, want)
 		}
+	}
+	if _, err := loadKeys(lookup(map[string]string{"API_KEYS": " ,"}), file); err == nil {
+		t.Error("API_KEYS holds no key, which passes where a file has some")
 	}
 }
 
@@ -2050,7 +2355,7 @@ func TestBackup(t *testing.T) {
 	dir := t.TempDir()
 	copied := filepath.Join(dir, "copy.db")
 	backup := func() (status int, output string) { // by another process: this one's locks would not hold it off
-		cmd := command(execSelf, "-db", s.db, "-backup", copied)
+		cmd := command("unset API_KEYS; "+execSelf, "-db", s.db, "-backup", copied)
 		out, _ := cmd.CombinedOutput()
 		return cmd.ProcessState.ExitCode(), string(out)
 	}
