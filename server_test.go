@@ -930,7 +930,8 @@ func TestKeyCheck(t *testing.T) {
 func TestLog(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
-	if s.do("GET", "/healthz", "").header.Get("X-Request-Id") == s.do("GET", "/healthz", "").header.Get("X-Request-Id") {
+	one, two := s.do("GET", "/healthz", ""), s.do("GET", "/healthz", "")
+	if one.header.Get("X-Request-Id") == two.header.Get("X-Request-Id") {
 		t.Error("two requests have one id")
 	}
 	var log bytes.Buffer

@@ -489,21 +489,29 @@ func (s *store) noteFiles() (err error) {
 	return nil
 }
 
-// intact returns an error if one of the files that the store has open was deleted or replaced: what is written
-// there would be gone with this process.
-func (s *store) intact() error {
+// displaced returns an error if one of the files that the store has open was deleted or replaced.
+func (s *store) displaced() error {
 	for name, opened := range s.opened {
 		if now, err := os.Stat(name); err != nil || !os.SameFile(opened, now) {
 			return fmt.Errorf("%q was deleted or replaced; put it back, or restart", name)
 		}
 	}
+	return nil
+}
+
+// intact returns an error if what is written to the database would be gone with this process: it was displaced,
+// or overwritten with something else.
+func (s *store) intact() error {
+	if err := s.displaced(); err != nil {
+		return err
+	}
 	return checkHeader(s.file)
 }
 
-// detach empties the write-ahead log into the database file if that is no longer in its place: the next process
+// detach empties the write-ahead log into the database file if they are no longer in their place: the next process
 // would take the log for that of the file which is there then, and damage it.
 func (s *store) detach() {
-	if s.intact() != nil {
+	if s.displaced() != nil {
 		s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)") // may find the lock taken: watch tries again
 	}
 }
