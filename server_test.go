@@ -90,11 +90,38 @@ type reply struct {
 // among them ("Authorization:" for none), and checks the answer against openapi.json.
 func (s *service) do(method, target, body string, headers ...string) reply {
 	s.t.Helper()
-	r := httptest.NewRequest(method, target, strings.NewReader(body))
+	return s.serve(httptest.NewRequest(method, target, strings.NewReader(body)), headers...)
+}
+
+// serve does the same with a request that is made already.
+func (s *service) serve(r *http.Request, headers ...string) reply {
+	s.t.Helper()
 	setHeaders(r, headers)
 	w := httptest.NewRecorder()
 	s.ServeHTTP(w, r)
 	return checked(s.t, r, w.Result())
+}
+
+// addMeanwhile has others add animals until the returned function is called.
+func (s *service) addMeanwhile() (stop func()) {
+	done := make(chan struct{})
+	var adding sync.WaitGroup
+	for range 4 {
+		adding.Go(func() {
+			for {
+				select {
+				case <-done:
+					return
+				default:
+					s.add("meanwhile", 1, "available")
+				}
+			}
+		})
+	}
+	return func() {
+		close(done)
+		adding.Wait()
+	}
 }
 
 func setHeaders(r *http.Request, headers []string) {
@@ -619,20 +646,7 @@ func TestPagingSeesEachAnimalOnce(t *testing.T) {
 	for range 120 {
 		s.add("before", 1, "available")
 	}
-	stop := make(chan struct{})
-	var adding sync.WaitGroup
-	for range 4 {
-		adding.Go(func() {
-			for {
-				select {
-				case <-stop:
-					return
-				default:
-					s.add("meanwhile", 1, "available")
-				}
-			}
-		})
-	}
+	stop := s.addMeanwhile()
 	var ids []int64
 	for target := "/v1/pets?limit=7&status=available"; target != "" && len(ids) < 120; {
 		a := s.do("GET", target, "")
@@ -641,8 +655,7 @@ func TestPagingSeesEachAnimalOnce(t *testing.T) {
 		}
 		target, _, _ = strings.Cut(strings.TrimPrefix(a.header.Get("Link"), "<"), ">")
 	}
-	close(stop)
-	adding.Wait()
+	stop()
 	if len(ids) < 120 {
 		t.Errorf("the walk ended after %d animals", len(ids))
 	}
@@ -740,10 +753,7 @@ func TestCreatePetRefusesOtherBodies(t *testing.T) {
 	s.want(s.do("POST", "/v1/pets", exact), http.StatusCreated, "")
 	s.want(s.do("POST", "/v1/pets", exact+" "), http.StatusRequestEntityTooLarge, "65536")
 	r := httptest.NewRequest("POST", "/v1/pets", io.MultiReader(strings.NewReader(exact), strings.NewReader(" "))) // in chunks
-	setHeaders(r, nil)
-	w := httptest.NewRecorder()
-	s.ServeHTTP(w, r)
-	s.want(checked(t, r, w.Result()), http.StatusRequestEntityTooLarge, "65536")
+	s.want(s.serve(r), http.StatusRequestEntityTooLarge, "65536")
 }
 
 func TestContentType(t *testing.T) {
@@ -865,9 +875,7 @@ func TestRouting(t *testing.T) {
 	}
 	r := httptest.NewRequest("OPTIONS", "/", nil)
 	r.URL.Path, r.RequestURI = "*", "*"
-	w := httptest.NewRecorder()
-	s.ServeHTTP(w, r)
-	s.want(checked(t, r, w.Result()), http.StatusUnauthorized, "")
+	s.want(s.serve(r, "Authorization:"), http.StatusUnauthorized, "")
 }
 
 func TestTheFirstFaultAnswers(t *testing.T) {
@@ -1033,10 +1041,7 @@ func TestBodyThatEndsEarly(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	r := httptest.NewRequest("POST", "/v1/pets", io.MultiReader(strings.NewReader(`{"name":`), errReader{}))
-	setHeaders(r, nil)
-	w := httptest.NewRecorder()
-	s.ServeHTTP(w, r)
-	s.want(checked(t, r, w.Result()), http.StatusBadRequest, "read to its end")
+	s.want(s.serve(r), http.StatusBadRequest, "read to its end")
 }
 
 type errReader struct{}
@@ -2366,23 +2371,9 @@ func TestBackup(t *testing.T) {
 		out, _ := cmd.CombinedOutput()
 		return cmd.ProcessState.ExitCode(), string(out)
 	}
-	stop := make(chan struct{})
-	var adding sync.WaitGroup
-	for range 4 {
-		adding.Go(func() {
-			for {
-				select {
-				case <-stop:
-					return
-				default:
-					s.add("meanwhile", 1, "sold")
-				}
-			}
-		})
-	}
+	stop := s.addMeanwhile()
 	status, output := backup()
-	close(stop)
-	adding.Wait()
+	stop()
 	if status != 0 {
 		t.Fatalf("status %d: %s", status, output)
 	}
@@ -2483,10 +2474,7 @@ func FuzzListPets(f *testing.F) {
 		s := &service{t, s.db, s.store, s.Handler}
 		r := httptest.NewRequest("GET", "/v1/pets", nil)
 		r.URL.RawQuery = query
-		setHeaders(r, nil)
-		w := httptest.NewRecorder()
-		s.ServeHTTP(w, r)
-		a := checked(t, r, w.Result())
+		a := s.serve(r)
 		values, err := url.ParseQuery(query)
 		if a.status == http.StatusBadRequest {
 			return
