@@ -35,7 +35,6 @@ var openAPI []byte
 // server is the service as an http.Handler.
 type server struct {
 	store    *store
-	keys     keys
 	log      *slog.Logger
 	mux      *http.ServeMux
 	notFound http.Handler
@@ -47,7 +46,7 @@ type handlerFunc func(w *call, r *http.Request) error
 
 // newServer returns the service on an open store.
 func newServer(st *store, k keys, log *slog.Logger) *server {
-	s := &server{store: st, keys: k, log: log, mux: http.NewServeMux()}
+	s := &server{store: st, log: log, mux: http.NewServeMux()}
 	cached := newAnswerCache(&st.version).wrap
 	handle := func(pattern string, h handlerFunc) { s.mux.Handle(pattern, answer(h)) }
 
@@ -76,7 +75,7 @@ type call struct {
 	caller   caller       // once the key is accepted
 	status   int          // 0 until the answer begins
 	body     []byte       // of the answer
-	err      error        // what it was an error's
+	err      error        // the cause, if the answer is an error
 }
 
 func (c *call) WriteHeader(status int) {
