@@ -66,7 +66,7 @@ func run(ctx context.Context, args []string, lookupEnv func(string) (string, boo
 }
 
 // oneLine returns the text of err without the line breaks that a file's name, say, may bring into it.
-func oneLine(err error) string { return strings.ReplaceAll(err.Error(), "\n", " ") }
+func oneLine(err error) string { return strings.Join(strings.Fields(err.Error()), " ") }
 
 // config is what the command line says.
 type config struct {

@@ -1472,7 +1472,7 @@ func TestDatabaseFileIsTakenAwayWhileCreatesWait(t *testing.T) {
 // The log of the first must not be taken for that of the second.
 func TestReplacedDatabaseIsNotDamaged(t *testing.T) {
 	t.Parallel()
-	for _, killed := range []bool{false, true} {
+	for _, c := range []struct{ killed, pinned bool }{{false, false}, {true, false}, {false, true}, {true, true}} {
 		dir := t.TempDir()
 		db, other := filepath.Join(dir, "animals.db"), filepath.Join(dir, "other.db")
 		t.Run("other", func(t *testing.T) {
@@ -1481,30 +1481,52 @@ func TestReplacedDatabaseIsNotDamaged(t *testing.T) {
 				s.add("other", 1, "sold")
 			}
 		})
+		outside := &service{t: t, db: db}
 		t.Run("replaced", func(t *testing.T) {
 			s := openService(t, db)
 			for range 100 {
 				s.add("first", 1, "sold")
 			}
+			if c.pinned { // by one who reads, as Litestream does, so that the log cannot be emptied
+				outside.read()
+				s.add("last", 1, "sold")
+			}
 			if err := os.Rename(other, db); err != nil {
 				t.Fatal(err)
 			}
-			if killed { // then what is there now is what the next process finds
-				eventually(t, "the log is emptied", func() bool {
-					info, err := os.Stat(db + "-wal")
-					return err == nil && info.Size() == 0
+			if c.killed { // then what is there now is what the next process finds
+				eventually(t, "the log is gone", func() bool {
+					_, err := os.Stat(db + "-wal")
+					return errors.Is(err, os.ErrNotExist)
 				})
 			}
 		})
 		s := openService(t, db)
 		var result string
 		if err := s.store.writer.QueryRow("PRAGMA integrity_check").Scan(&result); err != nil || result != "ok" {
-			t.Errorf("killed %v: integrity_check: %s %v", killed, result, err)
+			t.Errorf("%+v: integrity_check: %s %v", c, result, err)
 		}
 		a := s.do("GET", "/v1/pets?after=280&limit=100", "")
 		if got := decode[[]pet](t, a); len(got) != 20 || strings.Contains(a.body, "first") {
-			t.Errorf("killed %v: the list is %s", killed, a.body)
+			t.Errorf("%+v: the list is %s", c, a.body)
 		}
+	}
+}
+
+// read reads the database from outside, in a transaction that lasts until the test is over.
+func (s *service) read() {
+	s.t.Helper()
+	db, err := sql.Open("sqlite", dsn(s.db, "ro"))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.t.Cleanup(func() { db.Close() })
+	tx, err := db.Begin()
+	if err == nil {
+		_, err = tx.Exec("SELECT count(*) FROM pets")
+	}
+	if err != nil {
+		s.t.Fatal(err)
 	}
 }
 
@@ -2288,7 +2310,12 @@ func TestOddNamesOfDatabases(t *testing.T) {
 		if err := os.Symlink(filepath.Join(dir, name), link); err != nil {
 			t.Fatal(err)
 		}
-		openService(t, link).add("Tom", 7, "sold")
+		s = openService(t, link)
+		s.add("Tom", 7, "sold")
+		if err := os.Remove(link); err != nil { // it may lead elsewhere next
+			t.Fatal(err)
+		}
+		s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`), http.StatusServiceUnavailable, "")
 	}
 }
 

@@ -472,17 +472,19 @@ func (s *store) check(ctx context.Context) error {
 	return err
 }
 
-// noteFiles notes which files the store has open.
+// noteFiles notes which files the store has open: the database, by the name given for it too, and those that
+// SQLite keeps beside it.
 func (s *store) noteFiles() (err error) {
-	if s.path, err = filepath.EvalSymlinks(s.path); err != nil {
+	given := s.path
+	if s.path, err = filepath.EvalSymlinks(given); err != nil {
 		return err
 	}
 	if s.file, err = os.Open(s.path); err != nil {
 		return err
 	}
 	s.opened = map[string]os.FileInfo{}
-	for _, suffix := range []string{"", "-wal", "-shm"} {
-		if s.opened[s.path+suffix], err = os.Stat(s.path + suffix); err != nil {
+	for _, name := range []string{given, s.path, s.path + "-wal", s.path + "-shm"} {
+		if s.opened[name], err = os.Stat(name); err != nil {
 			return err
 		}
 	}
@@ -491,12 +493,18 @@ func (s *store) noteFiles() (err error) {
 
 // displaced returns an error if one of the files that the store has open was deleted or replaced.
 func (s *store) displaced() error {
-	for name, opened := range s.opened {
-		if now, err := os.Stat(name); err != nil || !os.SameFile(opened, now) {
+	for name := range s.opened {
+		if !s.inPlace(name) {
 			return fmt.Errorf("%q was deleted or replaced; put it back, or restart", name)
 		}
 	}
 	return nil
+}
+
+// inPlace reports whether the file called name is still the one that the store has open.
+func (s *store) inPlace(name string) bool {
+	now, err := os.Stat(name)
+	return err == nil && os.SameFile(s.opened[name], now)
 }
 
 // intact returns an error if what is written to the database would be gone with this process: it was displaced,
@@ -508,11 +516,21 @@ func (s *store) intact() error {
 	return checkHeader(s.file)
 }
 
-// detach empties the write-ahead log into the database file if they are no longer in their place: the next process
-// would take the log for that of the file which is there then, and damage it.
+// detach keeps the next process from taking the write-ahead log of a database that is no longer in its place for
+// that of the file which is there then, and damaging it.
 func (s *store) detach() {
-	if s.displaced() != nil {
-		s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)") // may find the lock taken: watch tries again
+	if s.displaced() == nil {
+		return
+	}
+	if _, err := os.Stat(s.path); err != nil || s.inPlace(s.path) { // nothing is there, or the log is what is gone
+		s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)")
+		return
+	}
+	s.writer.Exec("PRAGMA wal_checkpoint(PASSIVE)") // into the old file, as far as others who read it let it
+	for _, name := range []string{s.path + "-wal", s.path + "-shm"} {
+		if s.inPlace(name) {
+			os.Remove(name)
+		}
 	}
 }
 
