@@ -204,7 +204,8 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 // many, since a system call for each would be a good part of a request's cost. A crash can cost that millisecond.
 type lineWriter struct {
 	mu      sync.Mutex
-	buf     *bufio.Writer
+	w       io.Writer
+	buf     *bufio.Writer // on w
 	flushed time.Time
 	timer   *time.Timer // calls flush
 }
@@ -213,7 +214,7 @@ type lineWriter struct {
 const lineDelay = time.Millisecond
 
 func newLineWriter(w io.Writer) *lineWriter {
-	l := &lineWriter{buf: bufio.NewWriterSize(w, 64<<10)}
+	l := &lineWriter{w: w, buf: bufio.NewWriterSize(w, 64<<10)}
 	l.timer = time.AfterFunc(lineDelay, l.flush)
 	return l
 }
@@ -237,6 +238,8 @@ func (l *lineWriter) flush() {
 }
 
 func (l *lineWriter) flushLocked() {
-	l.buf.Flush()
+	if l.buf.Flush() != nil {
+		l.buf.Reset(l.w) // or it would fail for ever: a full disk, say, may have room again
+	}
 	l.flushed = time.Now()
 }

@@ -979,6 +979,34 @@ func TestLog(t *testing.T) {
 	}
 }
 
+// TestLogOutlivesAFullDisk writes lines to a log that cannot take the first of them.
+func TestLogOutlivesAFullDisk(t *testing.T) {
+	t.Parallel()
+	log := &fullOnce{}
+	lines := newLineWriter(log)
+	for i := range 3 {
+		fmt.Fprintln(lines, "line", i)
+		lines.flush()
+	}
+	if log.String() != "line 1\nline 2\n" {
+		t.Errorf("the log holds %q", log.String())
+	}
+}
+
+// fullOnce is a file on a disk that has no room for what is written first.
+type fullOnce struct {
+	strings.Builder
+	failed bool
+}
+
+func (f *fullOnce) Write(b []byte) (int, error) {
+	if !f.failed {
+		f.failed = true
+		return 0, syscall.ENOSPC
+	}
+	return f.Builder.Write(b)
+}
+
 func TestPanicIsAnInternalErrorForItsRequestAlone(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
