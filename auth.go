@@ -22,22 +22,14 @@ func (c caller) String() string { return hex.EncodeToString(c[:4]) }
 // keys holds the callers whose API keys are valid.
 type keys []caller
 
-// add makes key valid.
-func (k *keys) add(key string) {
-	if c := caller(sha256.Sum256([]byte(key))); !slices.Contains(*k, c) {
-		*k = append(*k, c)
+// newKeys returns the keys among items, which it trims. It skips blank items.
+func newKeys(items ...string) (k keys) {
+	for _, item := range items {
+		if item = strings.TrimSpace(item); item != "" {
+			k = append(k, sha256.Sum256([]byte(item)))
+		}
 	}
-}
-
-// find returns the caller whose API key token is. It compares with every key in constant time, so that
-// how long it takes tells nothing about the keys.
-func (k keys) find(token string) (caller, bool) {
-	sum := caller(sha256.Sum256([]byte(token)))
-	found := 0
-	for i := range k {
-		found |= subtle.ConstantTimeCompare(k[i][:], sum[:])
-	}
-	return sum, found == 1
+	return k
 }
 
 // authenticate returns the caller that the request's one Authorization header names (RFC 6750 section 2.1), or
@@ -50,7 +42,7 @@ func (k keys) authenticate(header http.Header) (c caller, challenge string) {
 		if token = strings.TrimLeft(token, " "); !strings.EqualFold(scheme, "Bearer") || token == "" {
 			continue
 		}
-		if c, ok := k.find(token); ok && len(values) == 1 {
+		if c := caller(sha256.Sum256([]byte(token))); k.contain(c) && len(values) == 1 {
 			return c, ""
 		}
 		challenge = `Bearer realm="animalstore", error="invalid_token"`
@@ -58,50 +50,36 @@ func (k keys) authenticate(header http.Header) (c caller, challenge string) {
 	return caller{}, challenge
 }
 
-// requireKey lets only requests with a valid API key pass to next; others it answers with 401, whatever else is
-// wrong with them.
-func (k keys) requireKey(next handlerFunc) handlerFunc {
-	return func(w *call, r *http.Request) error {
-		c, challenge := k.authenticate(r.Header)
-		if challenge != "" {
-			w.Header().Set("WWW-Authenticate", challenge)
-			return newError(http.StatusUnauthorized, "a valid API key is required: Authorization: Bearer API_KEY")
-		}
-		w.caller = c
-		return next(w, r)
+// contain reports whether c is valid. How long it takes tells nothing about the keys.
+func (k keys) contain(c caller) bool {
+	found := 0
+	for _, valid := range k {
+		found |= subtle.ConstantTimeCompare(valid[:], c[:])
 	}
+	return found == 1
 }
 
 // loadKeys returns the keys in the environment variable API_KEYS (comma-separated) and in the file (one a line;
-// lines that begin with # are comments; no file if its name is empty). A source that is given must hold a key;
+// lines that begin with # are comments; no file if its name is empty). A source that is given must contain a key;
 // where none is given, there are no keys. Errors never quote a key.
 func loadKeys(lookupEnv func(string) (string, bool), file string) (k keys, err error) {
 	if list, given := lookupEnv("API_KEYS"); given {
-		if !k.addAll(strings.Split(list, ",")) {
-			return nil, errors.New("API_KEYS is set but holds no key: put keys into it, separated by commas, or unset it")
+		if k = newKeys(strings.Split(list, ",")...); len(k) == 0 {
+			return nil, errors.New("API_KEYS is set but contains no key: put keys into it, separated by commas, or unset it")
 		}
 	}
-	if file != "" {
-		text, err := os.ReadFile(file)
-		if err != nil {
-			return nil, fmt.Errorf("reading the API keys: %w", err)
-		}
-		lines := strings.Split(strings.TrimPrefix(string(text), "\ufeff"), "\n") // Windows editors begin a file so
-		isComment := func(line string) bool { return strings.HasPrefix(strings.TrimSpace(line), "#") }
-		if !k.addAll(slices.DeleteFunc(lines, isComment)) {
-			return nil, fmt.Errorf("%q holds no API key: put one on each line", file)
-		}
+	if file == "" {
+		return k, nil
 	}
-	return k, nil
-}
-
-// addAll makes the items valid keys, trimmed and without blank ones, and reports whether there are any.
-func (k *keys) addAll(items []string) (any bool) {
-	for _, item := range items {
-		if item = strings.TrimSpace(item); item != "" {
-			k.add(item)
-			any = true
-		}
+	text, err := os.ReadFile(file)
+	if err != nil {
+		return nil, fmt.Errorf("-keys: %w", err)
 	}
-	return any
+	lines := strings.Split(strings.TrimPrefix(string(text), "\ufeff"), "\n") // Windows editors begin a file so
+	isComment := func(line string) bool { return strings.HasPrefix(strings.TrimSpace(line), "#") }
+	inFile := newKeys(slices.DeleteFunc(lines, isComment)...)
+	if len(inFile) == 0 {
+		return nil, fmt.Errorf("-keys %q contains no API key: put one on each line", file)
+	}
+	return append(k, inFile...), nil
 }

@@ -52,15 +52,6 @@ func toAPIError(err error) *apiError {
 	return newError(http.StatusInternalServerError, "internal error")
 }
 
-// writeError answers with what toAPIError makes of err.
-func writeError(w http.ResponseWriter, err error) {
-	e := toAPIError(err)
-	if e.Status == http.StatusServiceUnavailable {
-		w.Header().Set("Retry-After", "1") // seconds
-	}
-	writeJSON(w, e.Status, e)
-}
-
 // faults gathers all that is wrong with one request, so that its author can mend it in one go.
 type faults []string
 
@@ -78,13 +69,4 @@ func (f faults) err() error {
 		message += fmt.Sprintf("; and %d more", len(f)-most)
 	}
 	return newError(http.StatusBadRequest, "%s", message)
-}
-
-// quote returns s, which a client sent, in quotes and short enough for a message.
-func quote(s string) string {
-	const most = 64
-	if len(s) > most {
-		return fmt.Sprintf("%q...", s[:most])
-	}
-	return fmt.Sprintf("%q", s)
 }

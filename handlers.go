@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"iter"
 	"maps"
 	"mime"
 	"net/http"
@@ -50,7 +49,7 @@ func (s *server) listPets(w *call, r *http.Request) error {
 		query.Set("after", strconv.FormatInt(pets[len(pets)-1].ID, 10))
 		w.Header().Set("Link", "</v1/pets?"+query.Encode()+`>; rel="next"`)
 	}
-	return writeJSON(w, http.StatusOK, pets)
+	return w.sendJSON(http.StatusOK, pets)
 }
 
 // createPet answers POST /v1/pets: it stores the animal in the body and returns it with its id.
@@ -80,7 +79,7 @@ func (s *server) createPet(w *call, r *http.Request) error {
 	if replayed {
 		w.Header().Set("Idempotency-Replayed", "true")
 	}
-	return writeJSON(w, http.StatusCreated, created)
+	return w.sendJSON(http.StatusCreated, created)
 }
 
 // getPet answers GET /v1/pets/{petId}: the animal with that id.
@@ -88,7 +87,7 @@ func (s *server) getPet(w *call, r *http.Request) error {
 	petID := r.PathValue("petId")
 	id, ok := parseInt(petID)
 	if !ok {
-		return newError(http.StatusNotFound, "animal %s does not exist: an id is an integer", quote(petID))
+		return newError(http.StatusNotFound, "animal %.64q does not exist: an id is an integer", petID)
 	}
 	found, err := s.store.get(context.WithoutCancel(r.Context()), id)
 	if errors.Is(err, errNotFound) {
@@ -97,18 +96,11 @@ func (s *server) getPet(w *call, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	return writeJSON(w, http.StatusOK, found)
+	return w.sendJSON(http.StatusOK, found)
 }
 
-// page is what a list is asked for.
-type page struct {
-	limit  int
-	status string // "" for any
-	after  int64  // the last id of the page before
-}
-
-// parsePage reads the query of a list, and returns it parsed and understood. It takes nothing that it does not
-// understand to the letter: a typo that lists other animals is worse than an error.
+// parsePage reads the query of a list, and returns it parsed and understood. It refuses whatever it does not know: a
+// typo that lists other animals is worse than an error.
 func parsePage(rawQuery string) (url.Values, page, error) {
 	p := page{limit: defaultLimit}
 	var f faults
@@ -133,7 +125,7 @@ func parsePage(rawQuery string) (url.Values, page, error) {
 				f.add("after must be an integer from 0 to 9223372036854775807, the last id of the page before")
 			}
 		default:
-			f.add("unknown parameter %s", quote(name))
+			f.add("unknown parameter %.64q", name)
 			continue
 		}
 		if len(query[name]) > 1 {
@@ -157,7 +149,7 @@ func requireJSON(header http.Header) error {
 	}
 	mediaType, _, err := mime.ParseMediaType(values[0])
 	if err != nil || mediaType != "application/json" || len(values) > 1 {
-		return newError(http.StatusUnsupportedMediaType, "Content-Type must be application/json")
+		return newError(http.StatusUnsupportedMediaType, "Content-Type must be application/json, not %.64q", strings.Join(values, ", "))
 	}
 	return nil
 }
@@ -177,20 +169,14 @@ func idempotencyKey(header http.Header) (string, error) {
 	return key, nil
 }
 
-// errBodyTooLarge answers a body of more than maxBody bytes.
-var errBodyTooLarge = newError(http.StatusRequestEntityTooLarge, "the request body is larger than %d bytes", maxBody)
-
 // readBody returns the request's body, of maxBody bytes at most.
 func readBody(w *call, r *http.Request) ([]byte, error) {
-	if r.ContentLength > maxBody {
-		return nil, errBodyTooLarge // before a client that expects 100-continue sends it
-	}
 	body, err := io.ReadAll(http.MaxBytesReader(w.ResponseWriter, r.Body, maxBody))
 	if err == nil {
 		return body, nil
 	}
 	if _, ok := errors.AsType[*http.MaxBytesError](err); ok {
-		return nil, errBodyTooLarge
+		return nil, newError(http.StatusRequestEntityTooLarge, "the request body is larger than %d bytes", maxBody)
 	}
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		return nil, newError(http.StatusRequestTimeout, "the request body did not arrive in time")
@@ -203,24 +189,34 @@ func readBody(w *call, r *http.Request) ([]byte, error) {
 func parseNewPet(body []byte) (newPet, error) {
 	p := newPet{Status: "available"}
 	var f faults
-	if !utf8.Valid(body) {
-		f.add("the body must be UTF-8")
-		return p, f.err()
-	}
-	if !json.Valid(body) || bytes.TrimLeft(body, " \t\r\n")[0] != '{' {
-		f.add("the body must be one JSON object")
+	if fault := notAnObject(body); fault != "" {
+		f.add("%s", fault)
 		return p, f.err()
 	}
 	seen := map[string]bool{}
-	for rawName, value := range members(body) {
-		name := unquote(rawName)
+	parts := split(body)
+	for i := 1; i < len(parts); i += 2 {
+		name, value, ok := unquote(parts[i-1]), parts[i], true
 		if seen[name] {
-			f.add("%s must be given once", quote(name))
+			f.add("%.64q must be given once", name)
 			continue
 		}
 		seen[name] = true
-		if rule := p.set(name, value); rule != "" {
-			f.add("%s", rule)
+		switch name {
+		case "name":
+			if p.Name, ok = parseName(value); !ok {
+				f.add("name must be a string of 1 to %d characters, not all white space, without U+0000 or unpaired surrogates", maxName)
+			}
+		case "categoryId":
+			if p.CategoryID, ok = parseInt(string(value)); !ok {
+				f.add("categoryId must be an integer from -9223372036854775808 to 9223372036854775807, with no fraction, exponent or quotes")
+			}
+		case "status":
+			if p.Status = unquote(value); !slices.Contains(petStatuses, p.Status) {
+				f.add(statusRule)
+			}
+		default:
+			f.add("unknown member %.64q", name)
 		}
 	}
 	for _, name := range []string{"name", "categoryId"} {
@@ -231,44 +227,51 @@ func parseNewPet(body []byte) (newPet, error) {
 	return p, f.err()
 }
 
-// members yields the name and the value of each member of a JSON object, as they are written. The object must be
-// valid JSON. A json.Decoder would do the same at several times the cost, which a create would feel.
-func members(object []byte) iter.Seq2[[]byte, []byte] {
-	return func(yield func(name, value []byte) bool) {
-		const space = " \t\r\n"
-		rest := bytes.TrimLeft(object, space+"{")
-		for rest[0] != '}' {
-			name := rest[:valueLength(rest)]
-			rest = bytes.TrimLeft(rest[len(name):], space+":")
-			value := rest[:valueLength(rest)]
-			rest = bytes.TrimLeft(rest[len(value):], space+",")
-			if !yield(name, value) {
-				return
-			}
-		}
+// syntaxContext matches what encoding/json adds to the character at fault; the byte's number says more.
+var syntaxContext = regexp.MustCompile(`' (looking|in|after) .*`)
+
+// notAnObject returns what keeps body from being one JSON object in UTF-8, or "".
+func notAnObject(body []byte) string {
+	if !utf8.Valid(body) {
+		return "the body must be UTF-8"
 	}
+	if !json.Valid(body) {
+		syntax, _ := errors.AsType[*json.SyntaxError](json.Unmarshal(body, new(any)))
+		return fmt.Sprintf("the body must be one JSON object: %s at byte %d", syntaxContext.ReplaceAllString(syntax.Error(), "'"), syntax.Offset)
+	}
+	if bytes.TrimSpace(body)[0] != '{' {
+		return "the body must be one JSON object"
+	}
+	return ""
 }
 
-// valueLength returns the length of the value that s, the rest of a valid JSON object, begins with.
-func valueLength(s []byte) int {
-	depth := 0
-	for i := 0; ; i++ {
-		switch s[i] {
+// split returns the names and the values of the members of a JSON object, in turns and as they are written. The
+// object must be valid JSON. A json.Decoder would do the same at several times the cost, which a create would feel.
+func split(object []byte) (parts [][]byte) {
+	start, depth := 0, 0
+	for i := 0; i < len(object); i++ {
+		switch object[i] {
 		case '"':
-			for i++; s[i] != '"'; i++ {
-				if s[i] == '\\' {
+			for i++; object[i] != '"'; i++ {
+				if object[i] == '\\' {
 					i++
 				}
 			}
 		case '{', '[':
-			depth++
-		case '}', ']':
-			depth--
-		}
-		if depth == 0 && bytes.IndexByte([]byte(" \t\r\n:,}"), s[i+1]) >= 0 {
-			return i + 1
+			if depth++; depth == 1 {
+				start = i + 1
+			}
+		case ':', ',', '}', ']':
+			if depth == 1 {
+				parts = append(parts, bytes.TrimSpace(object[start:i]))
+				start = i + 1
+			}
+			if object[i] == '}' || object[i] == ']' {
+				depth--
+			}
 		}
 	}
+	return parts
 }
 
 // unquote returns what a JSON string, which must be valid, stands for, and "" for another value.
@@ -278,30 +281,6 @@ func unquote(value []byte) (s string) {
 	}
 	json.Unmarshal(value, &s) // null and what is not a string leave s empty
 	return s
-}
-
-// set gives the member called name its JSON value. If that breaks a rule it returns the rule.
-func (p *newPet) set(name string, value []byte) (rule string) {
-	var ok bool
-	switch name {
-	case "name":
-		if p.Name, ok = parseName(value); !ok {
-			return fmt.Sprintf("name must be a string of 1 to %d characters, not all white space, "+
-				"without U+0000 or unpaired surrogates", maxName)
-		}
-	case "categoryId":
-		if p.CategoryID, ok = parseInt(string(value)); !ok {
-			return "categoryId must be an integer from -9223372036854775808 to 9223372036854775807, " +
-				"with no fraction, exponent or quotes"
-		}
-	case "status":
-		if p.Status = unquote(value); !slices.Contains(petStatuses, p.Status) {
-			return statusRule
-		}
-	default:
-		return "unknown member " + quote(name)
-	}
-	return ""
 }
 
 // parseName reads the JSON value of a name, and reports whether it is one.
@@ -322,23 +301,4 @@ var wholeEscape = regexp.MustCompile(`(?i)\\([^u]|u[^d]...|ud[0-7]..|ud[89ab]..\
 // hasUnpairedSurrogate reports whether the JSON string escapes half a surrogate pair.
 func hasUnpairedSurrogate(s []byte) bool {
 	return bytes.Contains(s, []byte(`\u`)) && bytes.Contains(wholeEscape.ReplaceAll(s, nil), []byte(`\`))
-}
-
-// writeJSON answers with v.
-func writeJSON(w http.ResponseWriter, status int, v any) error {
-	var b bytes.Buffer
-	enc := json.NewEncoder(&b)
-	enc.SetEscapeHTML(false)
-	if err := enc.Encode(v); err != nil {
-		return err
-	}
-	writeBody(w, status, b.Bytes())
-	return nil
-}
-
-// writeBody answers with body, which is JSON.
-func writeBody(w http.ResponseWriter, status int, body []byte) {
-	w.Header().Set("Content-Length", strconv.Itoa(len(body)))
-	w.WriteHeader(status)
-	w.Write(body) // an error means that the client is gone
 }

@@ -2,7 +2,7 @@
 package main
 
 import (
-	"bufio"
+	"bytes"
 	"context"
 	"crypto/rand"
 	"crypto/tls"
@@ -10,56 +10,62 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"net"
 	"os"
 	"os/signal"
+	"path/filepath"
+	"runtime"
 	"runtime/debug"
 	"strconv"
 	"strings"
-	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 )
 
 func main() {
-	debug.SetGCPercent(200) // the heap is a few MiB: let it grow a little more rather than scan it so often
+	debug.SetGCPercent(200)        // the heap is a few MiB: let it grow a little more rather than scan it so often
+	signal.Ignore(syscall.SIGPIPE) // or a log that nobody reads any more would end the process
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
+	if !signal.Ignored(syscall.SIGHUP) { // as nohup has it
+		signal.Notify(signals, syscall.SIGHUP)
+	}
 	ctx, stop := context.WithCancelCause(context.Background())
 	go func() {
 		stop(fmt.Errorf("%v", <-signals))
-		<-signals  // To give a second signal its default effect back would not end a process that was
-		os.Exit(1) // started with SIGINT ignored.
+		for first := time.Now(); time.Since(first) < time.Second; {
+			<-signals // To give it its default effect back would not end a process that was started with SIGINT ignored.
+		}
+		os.Exit(1)
 	}()
 	os.Exit(run(ctx, os.Args[1:], os.LookupEnv, os.Stdout, os.Stderr))
 }
 
 // run is the program: it serves, or does what else the arguments ask for, until ctx ends. It returns the
-// exit status, and tells an error in one line on stderr: 2 if the arguments alone show it, else 1.
+// exit status, and reports an error in one line on stderr: 2 if the arguments alone show it, else 1.
 func run(ctx context.Context, args []string, lookupEnv func(string) (string, bool), stdout, stderr io.Writer) int {
+	lines := newLogWriter(stderr)
+	defer lines.close()
 	c, err := parseFlags(args, stdout)
 	switch {
 	case errors.Is(err, flag.ErrHelp):
 		return 0
 	case err != nil:
-		fmt.Fprintf(stderr, "animalstore: %s (-h shows all settings)\n", oneLine(err))
+		fmt.Fprintf(lines, "animalstore: %s (-h shows all settings)\n", oneLine(err))
 		return 2
 	case c.version:
-		fmt.Fprintln(stdout, version())
+		fmt.Fprintln(stdout, "animalstore", version())
 		return 0
-	}
-	lines := newLineWriter(stderr)
-	defer lines.flush()
-	log := slog.New(slog.NewTextHandler(lines, nil))
-	if c.backup != "" {
+	case c.backup != "":
 		err = backup(ctx, c.db, c.backup)
-	} else {
-		err = c.serve(ctx, lookupEnv, log)
+	default:
+		err = c.serve(ctx, lookupEnv, slog.New(slog.NewTextHandler(lines, nil)))
 	}
 	if err != nil {
-		lines.flush()
-		fmt.Fprintf(stderr, "animalstore: %s\n", oneLine(err))
+		fmt.Fprintf(lines, "animalstore: %s\n", oneLine(err))
 		return 1
 	}
 	return 0
@@ -76,20 +82,20 @@ type config struct {
 
 // parseFlags reads the command line. If that asks for help, it writes it to stdout and returns flag.ErrHelp.
 func parseFlags(args []string, stdout io.Writer) (c config, err error) {
-	fs := flag.NewFlagSet("animalstore", flag.ContinueOnError)
-	fs.SetOutput(io.Discard)
-	fs.StringVar(&c.addr, "addr", "localhost:8080", "listen on `HOST:PORT`, unless systemd hands over a socket")
-	fs.StringVar(&c.db, "db", "animalstore.db", "keep the animals in `FILE`, created on first use")
-	fs.StringVar(&c.keys, "keys", "", "read API keys from `FILE`, one a line; # begins a comment line")
-	fs.StringVar(&c.tlsCert, "tls-cert", "", "serve HTTPS with the certificate chain in `FILE` (PEM)")
-	fs.StringVar(&c.tlsKey, "tls-key", "", "the private key of -tls-cert in `FILE` (PEM)")
-	fs.StringVar(&c.backup, "backup", "", "write a copy of the database to the new `FILE` and exit")
-	fs.BoolVar(&c.version, "version", false, "print the version and exit")
-	err = fs.Parse(args)
+	flags := flag.NewFlagSet("animalstore", flag.ContinueOnError)
+	flags.SetOutput(io.Discard)
+	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "listen on `HOST:PORT`, unless systemd hands over a socket")
+	flags.StringVar(&c.db, "db", "animalstore.db", "keep the animals in `FILE`, created on first use")
+	flags.StringVar(&c.keys, "keys", "", "read API keys from `FILE`, one a line; # begins a comment line")
+	flags.StringVar(&c.tlsCert, "tls-cert", "", "serve HTTPS with the certificate chain in `FILE` (PEM)")
+	flags.StringVar(&c.tlsKey, "tls-key", "", "the private key of -tls-cert in `FILE` (PEM)")
+	flags.StringVar(&c.backup, "backup", "", "write a copy of the database to the new `FILE` and exit")
+	flags.BoolVar(&c.version, "version", false, "print the version and exit")
+	err = flags.Parse(args)
 	if errors.Is(err, flag.ErrHelp) {
-		fs.SetOutput(stdout)
+		flags.SetOutput(stdout)
 		fmt.Fprint(stdout, "Animalstore serves a catalogue of animals over HTTP.\n\nUsage: animalstore [flags]\n\n")
-		fs.PrintDefaults()
+		flags.PrintDefaults()
 		fmt.Fprint(stdout, `
 API_KEYS in the environment holds API keys too, separated by commas. With no key
 at all, a service on a loopback address makes one for this run and logs it.
@@ -98,10 +104,10 @@ at all, a service on a loopback address makes one for this run and logs it.
 	if err != nil {
 		return c, err
 	}
-	if fs.NArg() > 0 {
-		return c, fmt.Errorf("unexpected argument %q", fs.Arg(0))
+	if flags.NArg() > 0 {
+		return c, fmt.Errorf("unexpected argument %q", flags.Arg(0))
 	}
-	fs.Visit(func(f *flag.Flag) {
+	flags.Visit(func(f *flag.Flag) {
 		if f.Value.String() == "" {
 			err = fmt.Errorf("-%s must not be empty", f.Name)
 		}
@@ -117,24 +123,15 @@ at all, a service on a loopback address makes one for this run and logs it.
 		_, err = strconv.ParseUint(port, 10, 16)
 	}
 	if err != nil {
-		return c, fmt.Errorf("-addr %q is not HOST:PORT: %w", c.addr, err)
+		return c, fmt.Errorf("-addr %q must be HOST:PORT, the port a number up to 65535, as in 127.0.0.1:8080", c.addr)
 	}
 	return c, nil
 }
 
-// version returns the version of the module, the VCS revision and the Go version that the binary was built from.
+// version returns the version that the binary was built from (of a clone: the commit), and that of Go.
 func version() string {
 	info, _ := debug.ReadBuildInfo()
-	revision := "unknown revision"
-	for _, setting := range info.Settings {
-		switch {
-		case setting.Key == "vcs.revision":
-			revision = "revision " + setting.Value
-		case setting.Key == "vcs.modified" && setting.Value == "true":
-			revision += " with changes"
-		}
-	}
-	return fmt.Sprintf("animalstore %s, %s, %s", info.Main.Version, revision, info.GoVersion)
+	return info.Main.Version + " " + info.GoVersion
 }
 
 // serve runs the service until ctx ends. All that can be wrong with the settings it finds before it touches
@@ -144,45 +141,39 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 	if err != nil {
 		return err
 	}
-	tlsConfig, err := c.loadTLS()
-	if err != nil {
-		return err
-	}
 	ln, err := listen(lookupEnv, c.addr)
 	if err != nil {
 		return err
 	}
 	defer ln.Close()
-	madeKey := ""
-	if len(k) == 0 {
-		if tcp, ok := ln.Addr().(*net.TCPAddr); !ok || !tcp.IP.IsLoopback() {
-			return fmt.Errorf("set API_KEYS or -keys: %v is not a loopback address, so others can reach it", ln.Addr())
+	if tcp, ok := ln.Addr().(*net.TCPAddr); len(k) == 0 && (!ok || !tcp.IP.IsLoopback()) {
+		return fmt.Errorf("set API_KEYS or -keys: %v is not a loopback address, so others can reach it", ln.Addr())
+	}
+	scheme := "http://"
+	if c.tlsCert != "" {
+		cert, err := tls.LoadX509KeyPair(c.tlsCert, c.tlsKey)
+		if err != nil {
+			return fmt.Errorf("-tls-cert and -tls-key: %w", err)
 		}
-		madeKey = rand.Text()
-		k.add(madeKey)
+		ln = tls.NewListener(ln, &tls.Config{
+			Certificates: []tls.Certificate{cert},
+			MinVersion:   tls.VersionTLS12,
+			NextProtos:   []string{"http/1.1"},
+		})
+		scheme = "https://"
 	}
 	st, err := openStore(c.db)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, st.close()) }()
-	if madeKey != "" {
-		log.Info("no API key is set: made one for this run", "api_key", madeKey)
+	if len(k) == 0 {
+		key := rand.Text()
+		k = newKeys(key)
+		log.Info("no API key is set: made one for this run", "api_key", key)
 	}
-	log.Info("started", "address", ln.Addr().String(), "database", c.db, "keys", len(k))
-	return newServer(st, k, log).serve(ctx, ln, tlsConfig)
-}
-
-// loadTLS returns the configuration for HTTPS, or nil for plain HTTP.
-func (c config) loadTLS() (*tls.Config, error) {
-	if c.tlsCert == "" {
-		return nil, nil
-	}
-	cert, err := tls.LoadX509KeyPair(c.tlsCert, c.tlsKey)
-	if err != nil {
-		return nil, fmt.Errorf("-tls-cert and -tls-key: %w", err)
-	}
-	return &tls.Config{Certificates: []tls.Certificate{cert}, MinVersion: tls.VersionTLS12}, nil
+	log.Info("started", "url", scheme+ln.Addr().String(), "database", st.path, "keys", len(k), "version", version())
+	return newServer(st, k, log).serve(ctx, ln)
 }
 
 // listen returns the socket that systemd hands over (sd_listen_fds(3)), or one that listens on addr.
@@ -190,7 +181,11 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 	pid, _ := lookupEnv("LISTEN_PID")
 	count, _ := lookupEnv("LISTEN_FDS")
 	if pid != strconv.Itoa(os.Getpid()) || count == "" || count == "0" {
-		return net.Listen("tcp", addr)
+		ln, err := net.Listen("tcp", addr)
+		if err != nil {
+			return nil, fmt.Errorf("%w; choose another with -addr", err)
+		}
+		return ln, nil
 	}
 	if count != "1" {
 		return nil, fmt.Errorf("LISTEN_FDS is %q: one socket can be served", count)
@@ -200,46 +195,127 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 	return net.FileListener(f)
 }
 
-// lineWriter writes log lines: each at once while they are few, those of a millisecond together when they are
-// many, since a system call for each would be a good part of a request's cost. A crash can cost that millisecond.
-type lineWriter struct {
-	mu      sync.Mutex
-	w       io.Writer
-	buf     *bufio.Writer // on w
-	flushed time.Time
-	timer   *time.Timer // calls flush
+// backup writes a copy of the database at path, as it is at one moment, to the file target, which must not
+// exist yet. The copy is verified and on disk when it gets that name; on an error nothing is left of it.
+func backup(ctx context.Context, path, target string) error {
+	if err := checkFile(path); err != nil {
+		return fmt.Errorf("-db %q: %w", path, err)
+	}
+	exists := fmt.Errorf("-backup %q exists already; name a new file", target)
+	if _, err := os.Lstat(target); err == nil {
+		return exists
+	}
+	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
+	if err != nil {
+		return fmt.Errorf("-backup: %w", err)
+	}
+	defer os.Remove(temp.Name())
+	temp.Close()
+	if err := copyDatabase(ctx, path, temp.Name()); err != nil {
+		return err
+	}
+	if err := os.Link(temp.Name(), target); errors.Is(err, fs.ErrExist) { // Rename would overwrite it
+		return exists
+	} else if err != nil {
+		return err
+	}
+	if runtime.GOOS == "windows" {
+		return nil // where a folder cannot be synced
+	}
+	return syncFile(filepath.Dir(target), os.O_RDONLY)
 }
 
-// lineDelay is the longest that a lineWriter holds a line back.
-const lineDelay = time.Millisecond
+// copyDatabase writes a copy of the database at path, which others may be using, to the empty file target, verifies
+// it and syncs it.
+func copyDatabase(ctx context.Context, path, target string) error {
+	path, err := filepath.Abs(path)
+	if err != nil {
+		return err
+	}
+	if target, err = filepath.Abs(target); err != nil {
+		return err
+	}
+	db := openPool(path, "rw", 1)
+	defer db.Close()
+	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", target); err != nil {
+		return fmt.Errorf("copying %q: %w", path, err)
+	}
+	written := openPool(target, "rw", 1) // read-only, integrity_check would leave out the CHECKs
+	defer written.Close()
+	var result string
+	if err := written.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result); err != nil {
+		return err
+	}
+	if result != "ok" {
+		return fmt.Errorf("the copy is damaged, and so may be the database: %s", result)
+	}
+	return syncFile(target, os.O_RDWR)
+}
 
-func newLineWriter(w io.Writer) *lineWriter {
-	l := &lineWriter{w: w, buf: bufio.NewWriterSize(w, 64<<10)}
-	l.timer = time.AfterFunc(lineDelay, l.flush)
+// syncFile makes what was written to a file, or the names in a folder, durable.
+func syncFile(path string, flag int) error {
+	f, err := os.OpenFile(path, flag, 0)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	return f.Sync()
+}
+
+// logWriter hands log lines to a goroutine that writes them, so that nobody who logs waits for whoever reads the log.
+// Lines that find too many waiting are dropped, and how many is logged once there is room again.
+type logWriter struct {
+	lines   chan []byte // nil is the end
+	dropped atomic.Int64
+	ended   chan struct{}
+}
+
+func newLogWriter(w io.Writer) *logWriter {
+	l := &logWriter{lines: make(chan []byte, 1024), ended: make(chan struct{})}
+	go l.writeTo(w)
 	return l
 }
 
-// Write takes a line.
-func (l *lineWriter) Write(line []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if time.Since(l.flushed) > lineDelay {
-		defer l.flushLocked()
-	} else if l.buf.Buffered() == 0 {
-		l.timer.Reset(lineDelay)
+// Write takes a line. It never waits and never fails.
+func (l *logWriter) Write(line []byte) (int, error) {
+	select {
+	case l.lines <- bytes.Clone(line):
+	default:
+		l.dropped.Add(1)
 	}
-	return l.buf.Write(line)
+	return len(line), nil
 }
 
-func (l *lineWriter) flush() {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.flushLocked()
+// writeTo writes the lines to w until the end: at once while they are few, those of a millisecond together when they
+// are many, since a system call for each would be a good part of a request's cost.
+func (l *logWriter) writeTo(w io.Writer) {
+	defer close(l.ended)
+	var text []byte
+	for line := <-l.lines; line != nil; line = <-l.lines {
+		text = append(text, line...)
+		if len(l.lines) > 0 && len(text) < 64<<10 {
+			continue
+		}
+		w.Write(text)
+		text = text[:0]
+		if n := l.dropped.Swap(0); n > 0 {
+			slog.New(slog.NewTextHandler(w, nil)).Warn("log lines were dropped: nobody read them in time", "lines", n)
+		}
+		time.Sleep(time.Millisecond)
+	}
+	w.Write(text)
 }
 
-func (l *lineWriter) flushLocked() {
-	if l.buf.Flush() != nil {
-		l.buf.Reset(l.w) // or it would fail for ever: a full disk, say, may have room again
+// close gives the lines that wait a second to be written.
+func (l *logWriter) close() {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	select {
+	case l.lines <- nil:
+	case <-ctx.Done():
 	}
-	l.flushed = time.Now()
+	select {
+	case <-l.ended:
+	case <-ctx.Done():
+	}
 }

@@ -1,10 +1,11 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
-	"crypto/tls"
 	_ "embed"
+	"encoding/json"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -12,6 +13,8 @@ import (
 	"net/http"
 	"path"
 	"runtime/debug"
+	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -23,73 +26,57 @@ const (
 	readTimeout       = 10 * time.Second // of a whole request
 	writeTimeout      = 15 * time.Second // from the end of a request's header to the end of the answer
 	idleTimeout       = 60 * time.Second
-	drainTimeout      = 10 * time.Second
-	lingerTimeout     = time.Second             // of drainTimeout, for clients to close the connections they keep alive
 	maxHeader         = 16<<10 - 4<<10          // bytes; net/http allows 4 KiB more, which makes 16 KiB
-	healthTimeout     = 1500 * time.Millisecond // for the store to answer; healthz is to answer within 2 s
-)
+	healthTimeout     = 1500 * time.Millisecond // for the store to answer /healthz, which is to answer within 2 s
 
-//go:embed openapi.json
-var openAPI []byte
+	goodbyeTime  = 250 * time.Millisecond // for clients to close connections that are kept alive, when the service stops
+	drainTimeout = 10 * time.Second       // for the requests that are being handled then
+	cutOffTime   = time.Second            // for all other connections
+)
 
 // server is the service as an http.Handler.
 type server struct {
 	store    *store
+	keys     keys
 	log      *slog.Logger
 	mux      *http.ServeMux
-	notFound http.Handler
-	draining atomic.Bool // set before drain
+	draining atomic.Bool  // no connection is to be kept alive
+	handling atomic.Int64 // requests with a valid key
+	answers  atomic.Pointer[generation]
 }
-
-// handlerFunc is a handler that leaves it to answer, which makes an http.Handler of it, to write an error.
-type handlerFunc func(w *call, r *http.Request) error
 
 // newServer returns the service on an open store.
 func newServer(st *store, k keys, log *slog.Logger) *server {
-	s := &server{store: st, log: log, mux: http.NewServeMux()}
-	cached := newAnswerCache(&st.version).wrap
-	handle := func(pattern string, h handlerFunc) { s.mux.Handle(pattern, answer(h)) }
+	s := &server{store: st, keys: k, log: log, mux: http.NewServeMux()}
+	s.answers.Store(&generation{answers: map[string]cachedAnswer{}})
+	handle := func(pattern string, h handlerFunc) { s.mux.Handle(pattern, h) }
 
 	handle("GET /healthz", s.healthz)
-	handle("GET /openapi.json", s.openAPI)
-	handle("GET /v1/pets", k.requireKey(cached(s.listPets)))
-	handle("POST /v1/pets", k.requireKey(s.createPet))
-	handle("GET /v1/pets/{petId}", deprecated(k.requireKey(cached(s.getPet))))
+	handle("GET /openapi.json", sendOpenAPI)
+	handle("GET /v1/pets", s.requireKey(s.cached(s.listPets)))
+	handle("POST /v1/pets", s.requireKey(s.createPet))
+	handle("GET /v1/pets/{petId}", deprecated(s.requireKey(s.cached(s.getPet))))
 
-	handle("/healthz", k.requireKey(methodNotAllowed("GET, HEAD")))
-	handle("/openapi.json", k.requireKey(methodNotAllowed("GET, HEAD")))
-	handle("/v1/pets", k.requireKey(methodNotAllowed("GET, HEAD, POST")))
-	handle("/v1/pets/{petId}", k.requireKey(methodNotAllowed("GET, HEAD")))
-	handle("GET /v1/pets/{$}", deprecated(k.requireKey(s.getPet))) // a petId of %2F; /v1/pets/ itself is not clean
-	handle("/v1/pets/{$}", k.requireKey(methodNotAllowed("GET, HEAD")))
-	handle("/", k.requireKey(notFound))
-	s.notFound = answer(k.requireKey(notFound))
+	handle("/healthz", s.requireKey(methodNotAllowed("GET, HEAD")))
+	handle("/openapi.json", s.requireKey(methodNotAllowed("GET, HEAD")))
+	handle("/v1/pets", s.requireKey(methodNotAllowed("GET, HEAD, POST")))
+	handle("/v1/pets/{petId}", s.requireKey(methodNotAllowed("GET, HEAD")))
+	handle("/", s.requireKey(notFound))
 	return s
 }
 
-// call is the ResponseWriter of one request, and notes what the request's log line tells.
-type call struct {
-	http.ResponseWriter
-	draining *atomic.Bool // the server's
-	id       string       // X-Request-Id
-	caller   caller       // once the key is accepted
-	status   int          // 0 until the answer begins
-	body     []byte       // of the answer
-	err      error        // the cause, if the answer is an error
-}
-
-func (c *call) WriteHeader(status int) {
-	if c.draining.Load() {
-		c.Header().Set("Connection", "close")
+// ServeHTTP answers a request and writes its line to the log.
+func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	start := time.Now()
+	c := &call{ResponseWriter: w, server: s, id: rand.Text()}
+	maps.Copy(w.Header(), everyHeader)
+	w.Header().Set("X-Request-Id", c.id)
+	if p := r.URL.EscapedPath(); p == "" || p[0] != '/' || path.Clean(p) != p {
+		s.requireKey(notFound).ServeHTTP(c, r) // where ServeMux would redirect
+	} else {
+		s.mux.ServeHTTP(c, r)
 	}
-	c.status = status
-	c.ResponseWriter.WriteHeader(status)
-}
-
-// Write takes the whole body, which must not change afterwards.
-func (c *call) Write(body []byte) (int, error) {
-	c.body = body
-	return c.ResponseWriter.Write(body)
+	c.log(r, start)
 }
 
 // What each answer, and each answer of the deprecated operation, says of itself.
@@ -106,64 +93,38 @@ var (
 	}
 )
 
-// ServeHTTP answers a request and writes its line to the log.
-func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	start := time.Now()
-	c := &call{ResponseWriter: w, draining: &s.draining, id: rand.Text()}
-	maps.Copy(w.Header(), everyHeader)
-	w.Header().Set("X-Request-Id", c.id)
-	defer s.logCall(c, r, start)
-	defer recoverPanic(c)
-	if p := r.URL.EscapedPath(); p == "" || p[0] != '/' || path.Clean(p) != p {
-		s.notFound.ServeHTTP(c, r) // where ServeMux would redirect
-		return
-	}
-	s.mux.ServeHTTP(c, r)
-}
+// handlerFunc is a handler that leaves it to ServeHTTP to answer with the error that it returns.
+type handlerFunc func(w *call, r *http.Request) error
 
-// recoverPanic answers a panic of c's handler with a 500. It is to be deferred.
-func recoverPanic(c *call) {
-	p := recover()
-	if p == nil {
-		return
-	}
-	err := fmt.Errorf("panic: %v\n%s", p, debug.Stack())
-	if c.status == 0 {
-		writeError(c, err)
-	}
-	c.status, c.err = http.StatusInternalServerError, err
-}
-
-// logCall writes the log line of a call that has ended. It spares the slog.Logger, which would find out for each
-// line where in the source it was logged.
-func (s *server) logCall(c *call, r *http.Request, start time.Time) {
-	now := time.Now()
-	line := slog.NewRecord(now, slog.LevelInfo, "request", 0)
-	line.AddAttrs(
-		slog.String("id", c.id),
-		slog.String("method", r.Method),
-		slog.String("path", r.URL.Path),
-		slog.Int("status", c.status),
-		slog.Int("bytes", len(c.body)),
-		slog.Duration("duration", now.Sub(start)))
-	if c.caller != (caller{}) {
-		line.AddAttrs(slog.String("key", c.caller.String()))
-	}
-	if c.status >= http.StatusInternalServerError {
-		line.Level = slog.LevelError
-		line.AddAttrs(slog.Any("error", c.err))
-	}
-	s.log.Handler().Handle(context.Background(), line)
-}
-
-// answer makes an http.Handler of h, for ServeHTTP to call.
-func answer(h handlerFunc) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		c := w.(*call)
-		if c.err = h(c, r); c.err != nil {
-			writeError(c, c.err)
+// ServeHTTP makes an http.Handler of h, one that takes no other ResponseWriter than a *call. An error or a panic
+// of h is answered in the Error shape.
+func (h handlerFunc) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	c := w.(*call)
+	defer func() {
+		if p := recover(); p != nil {
+			c.sendError(fmt.Errorf("panic: %v\n%s", p, debug.Stack()))
 		}
-	})
+	}()
+	if err := h(c, r); err != nil {
+		c.sendError(err)
+	}
+}
+
+// requireKey lets only requests with a valid API key pass to next; others it answers with 401, whatever else is
+// wrong with them.
+func (s *server) requireKey(next handlerFunc) handlerFunc {
+	return func(w *call, r *http.Request) error {
+		caller, challenge := s.keys.authenticate(r.Header)
+		if challenge != "" {
+			w.Header().Set("WWW-Authenticate", challenge)
+			return newError(http.StatusUnauthorized, "a valid API key is required, in one header Authorization: Bearer API_KEY; "+
+				"GET /openapi.json describes this interface")
+		}
+		w.caller = caller
+		s.handling.Add(1)
+		defer s.handling.Add(-1)
+		return next(w, r)
+	}
 }
 
 // deprecated marks every answer of next as that of a deprecated operation.
@@ -187,29 +148,108 @@ func notFound(w *call, r *http.Request) error {
 	return newError(http.StatusNotFound, "there is nothing at this path")
 }
 
+//go:embed openapi.json
+var openAPI []byte
+
+// sendOpenAPI answers with the description of the interface for programs.
+func sendOpenAPI(w *call, r *http.Request) error {
+	w.send(http.StatusOK, openAPI)
+	return nil
+}
+
 // healthz tells whether the store can be read.
 func (s *server) healthz(w *call, r *http.Request) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), healthTimeout) // a cancelled read costs a connection
 	defer cancel()
-	if err := s.store.check(ctx); err != nil {
+	err := s.store.inPlace()
+	if err == nil {
+		_, _, err = s.store.list(ctx, page{limit: 1})
+	}
+	if err != nil {
 		return fmt.Errorf("%w: %w", errUnavailable, err)
 	}
-	writeBody(w, http.StatusOK, []byte(`{"status":"ok"}`+"\n"))
+	w.send(http.StatusOK, []byte(`{"status":"ok"}`+"\n"))
 	return nil
 }
 
-// openAPI sends the description of the interface for programs.
-func (s *server) openAPI(w *call, r *http.Request) error {
-	writeBody(w, http.StatusOK, openAPI)
+// call is one request on its way: the ResponseWriter of its answer, and what its log line tells.
+type call struct {
+	http.ResponseWriter
+	server *server
+	id     string // X-Request-Id
+	caller caller // once the key is accepted
+	status int    // 0 until the answer is sent
+	body   []byte // of the answer
+	err    error  // if that is an error
+}
+
+// send answers with body, which is JSON and must not change afterwards.
+func (c *call) send(status int, body []byte) {
+	c.status, c.body = status, body
+	c.Header().Set("Content-Length", strconv.Itoa(len(body)))
+	if c.server.draining.Load() {
+		c.Header().Set("Connection", "close")
+	}
+	c.WriteHeader(status)
+	c.Write(body) // an error means that the client is gone
+}
+
+// sendJSON answers with v.
+func (c *call) sendJSON(status int, v any) error {
+	var b bytes.Buffer
+	enc := json.NewEncoder(&b)
+	enc.SetEscapeHTML(false)
+	if err := enc.Encode(v); err != nil {
+		return err
+	}
+	c.send(status, b.Bytes())
 	return nil
 }
 
-// serve serves s on ln, as HTTPS if tlsConfig is not nil, until ctx ends, and then finishes what is in flight.
-func (s *server) serve(ctx context.Context, ln net.Listener, tlsConfig *tls.Config) error {
-	var conns atomic.Int64 // open ones
+// sendError answers with what toAPIError makes of err.
+func (c *call) sendError(err error) {
+	c.err = err
+	e := toAPIError(err)
+	if e.Status == http.StatusServiceUnavailable {
+		c.Header().Set("Retry-After", "1") // seconds
+	}
+	c.sendJSON(e.Status, e)
+}
+
+// log writes the line of a call that has ended. It bypasses slog.Logger, which would look up for each line where in
+// the source it was logged.
+func (c *call) log(r *http.Request, start time.Time) {
+	now := time.Now()
+	sent := len(c.body)
+	if r.Method == http.MethodHead {
+		sent = 0
+	}
+	line := slog.NewRecord(now, slog.LevelInfo, "request", 0)
+	line.AddAttrs(
+		slog.String("id", c.id),
+		slog.String("method", r.Method),
+		slog.String("path", r.URL.Path),
+		slog.Int("status", c.status),
+		slog.Int("bytes", sent),
+		slog.Duration("duration", now.Sub(start)))
+	if c.err != nil {
+		e := toAPIError(c.err)
+		line.AddAttrs(slog.String("code", e.Code))
+		if e.Status >= http.StatusInternalServerError {
+			line.Level = slog.LevelError
+			line.AddAttrs(slog.Any("error", c.err))
+		}
+	}
+	if c.caller != (caller{}) {
+		line.AddAttrs(slog.String("key", c.caller.String())) // last, where no client can feign it
+	}
+	c.server.log.Handler().Handle(context.Background(), line)
+}
+
+// serve serves s on ln until ctx ends, and then finishes what is in flight.
+func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	srv := &http.Server{
 		Handler:                      s,
-		TLSConfig:                    tlsConfig,
 		ReadHeaderTimeout:            readHeaderTimeout,
 		ReadTimeout:                  readTimeout,
 		WriteTimeout:                 writeTimeout,
@@ -217,124 +257,86 @@ func (s *server) serve(ctx context.Context, ln net.Listener, tlsConfig *tls.Conf
 		MaxHeaderBytes:               maxHeader,
 		DisableGeneralOptionsHandler: true, // OPTIONS * needs a key as all else does
 		ErrorLog:                     slog.NewLogLogger(s.log.Handler(), slog.LevelWarn),
-		ConnState: func(_ net.Conn, state http.ConnState) {
-			switch state {
-			case http.StateNew:
-				conns.Add(1)
-			case http.StateClosed:
-				conns.Add(-1)
-			}
-		},
+		Protocols:                    new(http.Protocols),
 	}
-	failed := make(chan error, 1)
-	go func() {
-		if tlsConfig != nil {
-			failed <- srv.ServeTLS(ln, "", "")
-		} else {
-			failed <- srv.Serve(ln)
-		}
-	}()
-	select {
-	case err := <-failed:
+	srv.Protocols.SetHTTP1(true) // and no other
+	drained := make(chan error)
+	context.AfterFunc(ctx, func() { drained <- s.drain(srv, ln) })
+	if err := srv.Serve(ln); ctx.Err() == nil {
 		return err
-	case <-ctx.Done():
 	}
-	start := time.Now()
-	s.draining.Store(true)
-	ln.Close()
-	<-failed // then no connection comes any more
-	if err := drain(srv, &conns); err != nil {
-		s.log.Warn("requests were cut off", "error", err)
+	if err := <-drained; err != nil {
+		s.log.Warn("connections were cut off", "error", err)
 	}
-	s.log.Info("stopped", "signal", context.Cause(ctx), "draining", time.Since(start))
+	s.log.Info("stopped", "signal", context.Cause(ctx))
 	return nil
 }
 
-// drain stops srv, which no longer accepts connections, once it has answered the requests in flight, or after
-// drainTimeout.
-//
-// To close a connection that is kept alive may cut off a request that is just coming in. So clients are told to
-// close theirs, with each answer from now on, and given lingerTimeout to do so. One that connects anew finds the
-// next process, if that has the same socket.
-func drain(srv *http.Server, conns *atomic.Int64) error {
-	start := time.Now()
-	for conns.Load() > 0 && time.Since(start) < lingerTimeout {
-		time.Sleep(5 * time.Millisecond)
+// drain ends the service of srv on ln. To close a connection that is kept alive may cut off a request that is just
+// coming in, so clients first have goodbyeTime to close theirs, as each answer tells them to. Then it waits for the
+// requests that are being handled, drainTimeout at most. Connections without one, as strangers have, get cutOffTime.
+func (s *server) drain(srv *http.Server, ln net.Listener) error {
+	deadline := time.Now().Add(drainTimeout)
+	s.draining.Store(true)
+	ln.Close()
+	time.Sleep(goodbyeTime)
+	for {
+		for s.handling.Load() > 0 && time.Now().Before(deadline) {
+			time.Sleep(5 * time.Millisecond)
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), cutOffTime)
+		err := srv.Shutdown(ctx)
+		cancel()
+		if err == nil || s.handling.Load() == 0 || time.Now().After(deadline) {
+			srv.Close()
+			return err
+		}
 	}
-	ctx, cancel := context.WithDeadline(context.Background(), start.Add(drainTimeout))
-	defer cancel()
-	err := srv.Shutdown(ctx)
-	if err != nil {
-		srv.Close()
-	}
-	return err
 }
 
-// answerCache keeps answers to GET requests for as long as the store is as it was when they were made.
-type answerCache struct {
-	version *atomic.Int64 // the store's
-
+// generation is a cache of the answers to GET requests that were made while the store had one version. What is
+// made from an older state lands in a generation that nobody reads any more.
+type generation struct {
+	version int64
+	size    atomic.Int64 // bytes that answers hold, roughly
 	mu      sync.RWMutex
-	made    int64 // the version that all of answers were made from
-	size    int   // bytes that answers hold
 	answers map[string]cachedAnswer
 }
 
-// maxCache bounds the bytes of the answers in a cache. A full one is emptied: those in demand soon return.
-const maxCache = 8 << 20
-
 // cachedAnswer is a 200.
 type cachedAnswer struct {
-	link []string // the Link header
+	link []string // the Link header, nil if there is none
 	body []byte
 }
 
-func newAnswerCache(version *atomic.Int64) *answerCache {
-	return &answerCache{version: version, answers: map[string]cachedAnswer{}}
-}
+// maxCache bounds the size of a generation. A full one is replaced: the answers in demand soon return.
+const maxCache = 8 << 20
 
-// wrap answers what is in the cache and leaves the rest to next, the answers of which it keeps.
-func (c *answerCache) wrap(next handlerFunc) handlerFunc {
+// cached answers what is in the cache and leaves the rest to next, the answers of which it keeps.
+func (s *server) cached(next handlerFunc) handlerFunc {
 	return func(w *call, r *http.Request) error {
-		url := r.URL.RequestURI()
-		version := c.version.Load() // before next reads the store, so that it is never too new
-		if a, ok := c.get(url, version); ok {
-			if a.link != nil {
-				w.Header()["Link"] = a.link
-			}
-			writeBody(w, http.StatusOK, a.body)
+		url, version := r.URL.RequestURI(), s.store.version.Load() // before next reads the store
+		g := s.answers.Load()
+		if g.version < version || g.size.Load() > maxCache {
+			g = &generation{version: version, answers: map[string]cachedAnswer{}}
+			s.answers.Store(g)
+		}
+		g.mu.RLock()
+		a, ok := g.answers[url]
+		g.mu.RUnlock()
+		if ok {
+			w.Header()["Link"] = a.link
+			w.send(http.StatusOK, a.body)
 			return nil
 		}
 		if err := next(w, r); err != nil {
 			return err
 		}
-		c.put(url, version, cachedAnswer{w.Header()["Link"], w.body})
+		const overhead = 200 // bytes of an entry beside its strings, roughly
+		g.size.Add(int64(len(url) + len(w.body) + overhead))
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		g.answers[strings.Clone(url)] = cachedAnswer{w.Header()["Link"], w.body} // url may be a piece of a long line
 		return nil
 	}
-}
-
-func (c *answerCache) get(url string, version int64) (cachedAnswer, bool) {
-	c.mu.RLock()
-	defer c.mu.RUnlock()
-	if c.made != version {
-		return cachedAnswer{}, false
-	}
-	a, ok := c.answers[url]
-	return a, ok
-}
-
-func (c *answerCache) put(url string, version int64, a cachedAnswer) {
-	const overhead = 200 // bytes of an entry beside its strings, roughly
-	size := len(url) + len(a.body) + overhead
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if version < c.made {
-		return
-	}
-	if version > c.made || c.size+size > maxCache {
-		c.made, c.size = version, 0
-		clear(c.answers)
-	}
-	c.size += size
-	c.answers[url] = a
 }

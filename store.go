@@ -28,21 +28,19 @@ var (
 )
 
 const (
-	busyTimeout   = 5 * time.Second        // wait while another program holds the database locked
-	queueTimeout  = 7 * time.Second        // wait of a create for its turn; it is to be answered within 8 s
-	queueLength   = 4096                   // creates that wait at most, at a few hundred bytes each
+	busyTimeout   = 5 * time.Second        // wait for another program's lock; a create is to be answered within 8 s
+	maxBatch      = 4096                   // creates that wait at most, at a few hundred bytes each
 	watchInterval = 250 * time.Millisecond // between looks for edits from outside, which are to show within 1 s
 	keyLifetime   = 24 * time.Hour         // for which an idempotency key is remembered
-	purgeInterval = time.Minute            // between deletions of those no longer remembered
-	purgeBatch    = 500                    // of them deleted at once: a few milliseconds that creates wait
 	walKept       = 64 << 20               // bytes of the write-ahead log that outlive a checkpoint, to be used again
 
 	applicationID = 0x50657473 // "Pets": marks a database as this service's
 	schemaVersion = 1          // PRAGMA user_version
 )
 
-// schema makes a new database, unless another process just has. The CHECK constraints hold edits from outside to the rules of the API, white
-// space being what unicode.IsSpace says it is.
+// schema makes a new database, unless another process just has. The CHECK constraints hold edits from outside to
+// the rules of the API; white space is what unicode.IsSpace says it is. Three statuses joined by OR are checked
+// much faster than a list of three.
 var schema = fmt.Sprintf(`
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS pets (
@@ -51,7 +49,7 @@ CREATE TABLE IF NOT EXISTS pets (
 		AND trim(name, char(9, 10, 11, 12, 13, 32, 133, 160, 5760, 8192, 8193, 8194, 8195, 8196, 8197, 8198,
 			8199, 8200, 8201, 8202, 8232, 8233, 8239, 8287, 12288)) <> ''),
 	category_id INTEGER NOT NULL,
-	status TEXT NOT NULL DEFAULT 'available' CHECK (status IN ('available', 'pending', 'sold'))
+	status TEXT NOT NULL DEFAULT 'available' CHECK (status = 'available' OR status = 'pending' OR status = 'sold')
 ) STRICT;
 -- All the columns, so that a list by status need not visit the table for each animal.
 CREATE INDEX IF NOT EXISTS pets_by_status ON pets (status, id, name, category_id);
@@ -72,10 +70,14 @@ PRAGMA application_id = %d;
 PRAGMA user_version = %d;
 COMMIT;`, applicationID, schemaVersion)
 
+// The statements, which are prepared once. Only the first three run on connections for reading.
 const (
 	listSQL         = `SELECT id, name, category_id, status FROM pets WHERE id > ? ORDER BY id LIMIT ?`
 	listByStatusSQL = `SELECT id, name, category_id, status FROM pets WHERE status = ? AND id > ? ORDER BY id LIMIT ?`
 	getSQL          = `SELECT id, name, category_id, status FROM pets WHERE id = ?`
+	beginSQL        = `BEGIN IMMEDIATE`
+	commitSQL       = `COMMIT`
+	rollbackSQL     = `ROLLBACK`
 	insertPetSQL    = `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`
 	findKeySQL      = `SELECT id, name, category_id, status FROM idempotency_keys
 		WHERE caller = ? AND key = ? AND created > ?`
@@ -101,92 +103,90 @@ type pet struct {
 // columns returns where to scan the columns of the queries above.
 func (p *pet) columns() []any { return []any{&p.ID, &p.Name, &p.CategoryID, &p.Status} }
 
+// page is what a list is asked for.
+type page struct {
+	limit  int
+	status string // "" for any
+	after  int64  // the last id of the page before
+}
+
 // creation is a create on its way to the disk.
 type creation struct {
-	newPet newPet
-	caller caller
+	newPet
+	caller [32]byte
 	key    string // idempotency key, "" for none
 
-	claimed  atomic.Bool   // set by whoever is first: the writer that takes it up, or its caller that gives up
-	done     chan struct{} // closed by the writer once the fields below are final
-	pet      pet
-	replayed bool // pet is the answer first given to key
-	err      error
+	stored   pet
+	replayed bool  // stored is the answer first given to key
+	err      error // of this creation alone
+}
+
+// batch is the creations that one transaction stores.
+type batch struct {
+	creations []*creation
+	done      chan struct{} // closed once all the rest is final
+	err       error         // of the whole batch
 }
 
 // store keeps the animals in a file, an SQLite database in WAL mode. Its methods may be called concurrently.
 //
-// Reads run on a pool of read-only connections. Creates queue for the one goroutine that writes: it commits
-// all that wait as one transaction, so that they share one wait for the disk.
+// Reads run on a pool of read-only connections. Creations that wait at the same moment share one transaction, and
+// so one wait for the disk; the goroutine of the first of them writes them all.
 type store struct {
 	path    string
-	file    *os.File               // path, for intact; closing it drops SQLite's locks, so it closes last
-	opened  map[string]os.FileInfo // path and the files SQLite keeps beside it, when they were opened
-	version atomic.Int64           // grows with every change, before it is acknowledged
+	file    os.FileInfo  // what path led to when it was opened
+	version atomic.Int64 // grows with every change, before it is acknowledged
 
-	readers               *sql.DB
-	listAll, listByStatus *sql.Stmt
-	getOne                *sql.Stmt
-	writer                *sql.DB // of one connection, for the writing goroutine
-	insertPet, purge      *sql.Stmt
-	findKey, insertKey    *sql.Stmt
+	readers  *sql.DB
+	writer   *sql.DB // of one connection, so that what it runs is one transaction
+	prepared map[string]*sql.Stmt
 
-	queue   chan *creation
-	quit    chan struct{}
-	running sync.WaitGroup
+	writing   sync.Mutex // held during a transaction
+	joining   sync.Mutex
+	gathering *batch // what a creation joins, nil if there is none; joining guards it
+
+	closing  chan struct{} // ends watch
+	watching sync.WaitGroup
 }
 
 // openStore opens the database file at path, and creates it if it does not exist or is empty. It leaves
 // untouched what is not a database of this service, or is one that a newer version has written.
-func openStore(path string) (_ *store, err error) {
-	if err := checkFile(path); err != nil && !errors.Is(err, errNoDatabase) {
-		return nil, err
-	}
-	if path, err = filepath.Abs(path); err != nil {
-		return nil, err
-	}
-	if _, err := os.Stat(filepath.Dir(path)); err != nil {
-		return nil, err
-	}
-	s := &store{path: path, queue: make(chan *creation, queueLength), quit: make(chan struct{})}
-	defer func() {
-		if err != nil {
-			s.close()
-			err = fmt.Errorf("opening %q: %w", path, err)
-		}
-	}()
-	if err := s.openWriter(); err != nil {
-		return nil, err
-	}
-	watcher, err := s.openReaders()
+func openStore(path string) (*store, error) {
+	path, err := filepath.Abs(path)
 	if err != nil {
 		return nil, err
 	}
-	if err := s.noteFiles(); err != nil {
-		return nil, err
+	if err := checkFile(path); err != nil && err != errNoDatabase {
+		return nil, fmt.Errorf("-db %q: %w", path, err)
 	}
-	s.running.Go(s.write)
-	s.running.Go(func() { s.watch(watcher) })
+	s := &store{
+		path:     path,
+		readers:  openPool(path, "ro", max(4, runtime.GOMAXPROCS(0))),
+		writer:   openPool(path, "rwc", 1, "synchronous(FULL)", "fullfsync(ON)", fmt.Sprintf("journal_size_limit(%d)", walKept)),
+		prepared: map[string]*sql.Stmt{},
+		closing:  make(chan struct{}),
+	}
+	if err := s.open(); err != nil {
+		s.close()
+		if code := sqliteCode(err); code == sqlite3.SQLITE_CANTOPEN || code == sqlite3.SQLITE_READONLY {
+			err = fmt.Errorf("%w: the service must be able to write this file, and others beside it in its folder", err)
+		}
+		return nil, fmt.Errorf("-db %q: %w", path, err)
+	}
+	s.watching.Go(s.watch)
 	return s, nil
 }
 
-// openWriter opens the connection that writes, and makes the schema where there is none.
-func (s *store) openWriter() (err error) {
-	s.writer, err = sql.Open("sqlite", dsn(s.path, "rwc", "synchronous(FULL)", fmt.Sprintf("journal_size_limit(%d)", walKept))+
-		"&_txlock=immediate")
-	if err != nil {
-		return err
-	}
-	s.writer.SetMaxOpenConns(1)
+// open makes the schema in a new database, prepares the statements and opens all connections.
+func (s *store) open() (err error) {
 	var version int
 	if err := s.writer.QueryRow("PRAGMA user_version").Scan(&version); err != nil {
 		return err
 	}
-	if version > schemaVersion { // which the header in the file does not show yet
+	if version > schemaVersion { // as only the write-ahead log knew
 		return errNewer
 	}
-	if version == 0 {
-		// Before WAL mode, in which the header would lag behind: the file is this service's from its first byte.
+	if version == 0 { // before WAL mode, so that the file itself is this service's from its first byte
 		if _, err := s.writer.Exec(schema); err != nil {
 			return err
 		}
@@ -198,53 +198,35 @@ func (s *store) openWriter() (err error) {
 	if mode != "wal" {
 		return fmt.Errorf("its file system does not support a write-ahead log (journal mode %s)", mode)
 	}
-	return prepare(s.writer, map[string]**sql.Stmt{insertPetSQL: &s.insertPet, findKeySQL: &s.findKey,
-		insertKeySQL: &s.insertKey, purgeSQL: &s.purge})
-}
-
-// openReaders opens the pool that reads and returns one connection more, for watch. All open their files now:
-// later there may be no file descriptor left.
-func (s *store) openReaders() (watcher *sql.Conn, err error) {
-	count := max(4, runtime.GOMAXPROCS(0)) + 1
-	if s.readers, err = sql.Open("sqlite", dsn(s.path, "ro")); err != nil {
-		return nil, err
+	if err := s.prepare(); err != nil {
+		return err
 	}
-	s.readers.SetMaxOpenConns(count)
-	s.readers.SetMaxIdleConns(count)
-	if err := prepare(s.readers, map[string]**sql.Stmt{
-		listSQL: &s.listAll, listByStatusSQL: &s.listByStatus, getSQL: &s.getOne}); err != nil {
-		return nil, err
-	}
-	for range count {
-		conn, err := s.readers.Conn(context.Background())
-		if err != nil {
-			return nil, err
-		}
-		if _, err := conn.ExecContext(context.Background(), "SELECT 1 FROM pets LIMIT 1"); err != nil {
-			return nil, err
-		}
-		if watcher == nil {
-			watcher = conn
-		} else {
+	for _, db := range []*sql.DB{s.writer, s.readers} {
+		for range db.Stats().MaxOpenConnections { // all open their files now: later there may be no descriptor left
+			conn, err := db.Conn(context.Background())
+			if err != nil {
+				return err
+			}
 			defer conn.Close() // back to the pool
+			if _, err := conn.ExecContext(context.Background(), "SELECT 1 FROM pets LIMIT 1"); err != nil {
+				return err
+			}
 		}
 	}
-	return watcher, nil
+	s.file, err = os.Stat(s.path)
+	return err
 }
 
-// dsn returns the data source name of the database file at path, an absolute one, for connections that all
-// have the busy timeout and the given pragmas.
-func dsn(path, mode string, pragmas ...string) string {
-	pragmas = append(pragmas, fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()))
-	query := url.Values{"mode": {mode}, "_pragma": pragmas}
-	return (&url.URL{Scheme: "file", Path: path, RawQuery: query.Encode()}).String()
-}
-
-// prepare prepares each query on db and puts the statement where the map says.
-func prepare(db *sql.DB, queries map[string]**sql.Stmt) (err error) {
-	for query, stmt := range queries {
-		if *stmt, err = db.Prepare(query); err != nil {
-			return err
+// prepare prepares the statements.
+func (s *store) prepare() (err error) {
+	for db, queries := range map[*sql.DB][]string{
+		s.readers: {listSQL, listByStatusSQL, getSQL},
+		s.writer:  {beginSQL, commitSQL, rollbackSQL, insertPetSQL, findKeySQL, insertKeySQL, purgeSQL},
+	} {
+		for _, query := range queries {
+			if s.prepared[query], err = db.Prepare(query); err != nil {
+				return err
+			}
 		}
 	}
 	return nil
@@ -252,38 +234,37 @@ func prepare(db *sql.DB, queries map[string]**sql.Stmt) (err error) {
 
 // close waits for what is being written and closes the database. Nothing may use the store afterwards.
 func (s *store) close() error {
-	close(s.quit)
-	s.running.Wait()
-	if s.file != nil {
-		s.detach()
+	s.writing.Lock() // for good
+	close(s.closing)
+	s.watching.Wait()
+	s.readers.Close() // before the writer, which then removes the write-ahead log
+	if s.file != nil && s.inPlace() != nil {
+		// SQLite leaves the log, and would take it for that of the file which is there now.
+		s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)")
 	}
-	var errs []error
-	for _, db := range []*sql.DB{s.readers, s.writer} { // the writer last: it can then remove the write-ahead log
-		if db != nil {
-			errs = append(errs, db.Close())
-		}
-	}
-	return errors.Join(append(errs, s.file.Close())...)
+	return s.writer.Close()
 }
 
 // list returns a page of the animals, by ascending id, and whether more follow.
 func (s *store) list(ctx context.Context, p page) (pets []pet, more bool, err error) {
 	var rows *sql.Rows
 	if p.status == "" {
-		rows, err = s.listAll.QueryContext(ctx, p.after, p.limit+1)
+		rows, err = s.prepared[listSQL].QueryContext(ctx, p.after, p.limit+1)
 	} else {
-		rows, err = s.listByStatus.QueryContext(ctx, p.status, p.after, p.limit+1)
+		rows, err = s.prepared[listByStatusSQL].QueryContext(ctx, p.status, p.after, p.limit+1)
 	}
 	if err != nil {
 		return nil, false, dbError(err)
 	}
 	defer rows.Close()
 	pets = make([]pet, 0, p.limit+1)
+	var row pet
+	columns := row.columns()
 	for rows.Next() {
-		pets = append(pets, pet{})
-		if err := rows.Scan(pets[len(pets)-1].columns()...); err != nil {
-			return nil, false, dbError(err)
+		if err := rows.Scan(columns...); err != nil {
+			return nil, false, err
 		}
+		pets = append(pets, row)
 	}
 	if len(pets) > p.limit {
 		pets, more = pets[:p.limit], true
@@ -294,7 +275,7 @@ func (s *store) list(ctx context.Context, p page) (pets []pet, more bool, err er
 // get returns the animal with the id, or errNotFound.
 func (s *store) get(ctx context.Context, id int64) (pet, error) {
 	var p pet
-	err := s.getOne.QueryRowContext(ctx, id).Scan(p.columns()...)
+	err := s.prepared[getSQL].QueryRowContext(ctx, id).Scan(p.columns()...)
 	if errors.Is(err, sql.ErrNoRows) {
 		return pet{}, errNotFound
 	}
@@ -306,230 +287,130 @@ func (s *store) get(ctx context.Context, id int64) (pet, error) {
 // then, with replayed true; or errKeyReused if that was made from another newPet. On errUnavailable nothing is
 // stored, on any other error that is not known. It cannot be cancelled: a client that goes away would leave
 // that in doubt.
-func (s *store) create(caller caller, key string, p newPet) (_ pet, replayed bool, err error) {
-	c := &creation{newPet: p, caller: caller, key: key, done: make(chan struct{})}
-	select {
-	case s.queue <- c:
-	default:
-		return pet{}, false, fmt.Errorf("%w: %d creates wait already", errUnavailable, queueLength)
+func (s *store) create(caller [32]byte, key string, p newPet) (_ pet, replayed bool, err error) {
+	c := &creation{newPet: p, caller: caller, key: key}
+	s.joining.Lock()
+	first := s.gathering == nil
+	if first {
+		s.gathering = &batch{done: make(chan struct{}), err: errors.New("the write ended in a panic")}
 	}
-	timeout := time.NewTimer(queueTimeout)
-	defer timeout.Stop()
-	select {
-	case <-c.done:
-	case <-timeout.C:
-		if c.claimed.CompareAndSwap(false, true) {
-			return pet{}, false, fmt.Errorf("%w: waited %v to be written", errUnavailable, queueTimeout)
-		}
-		<-c.done
+	b := s.gathering
+	if len(b.creations) == maxBatch {
+		s.joining.Unlock()
+		return pet{}, false, fmt.Errorf("%w: %d creates wait already", errUnavailable, maxBatch)
 	}
-	return c.pet, c.replayed, c.err
+	b.creations = append(b.creations, c)
+	s.joining.Unlock()
+	if first {
+		s.write(b)
+	}
+	<-b.done
+	if b.err != nil {
+		return pet{}, false, b.err
+	}
+	return c.stored, c.replayed, c.err
 }
 
-// write stores what is queued, and purges idempotency keys, until the store closes.
-func (s *store) write() {
-	purge := time.NewTimer(s.purgeKeys())
-	defer purge.Stop()
-	for {
-		select {
-		case c := <-s.queue:
-			// The lock first: whoever comes while it is waited for joins the batch, or is refused with it.
-			tx, err := s.beginTx()
-			batch := s.claim(c)
-			if err == nil {
-				err = s.writeBatch(tx, batch)
-			}
-			for _, c := range batch {
-				if err != nil {
-					c.err = err
-				}
-				close(c.done)
-			}
-		case <-purge.C:
-			purge.Reset(s.purgeKeys())
-		case <-s.quit:
+// write stores the batch b, which gathers until the database is locked: whoever comes while the lock is waited for
+// is stored, or refused, with the rest.
+func (s *store) write(b *batch) {
+	s.writing.Lock()
+	defer s.writing.Unlock()
+	defer func() {
+		if b.err != nil {
+			s.prepared[rollbackSQL].Exec() // fails if nothing was begun, or SQLite has undone it already
+		}
+		close(b.done)
+	}()
+	_, err := s.prepared[beginSQL].Exec()
+	if err == nil {
+		err = s.inPlace()
+	}
+	runtime.Gosched() // whoever is about to join may as well share this wait for the disk
+	s.joining.Lock()
+	s.gathering = nil
+	s.joining.Unlock()
+	if err != nil {
+		b.err = fmt.Errorf("%w: %w", errUnavailable, err)
+		return
+	}
+	now := time.Now()
+	for _, c := range b.creations {
+		if err := s.insert(c, now); err != nil {
+			b.err = dbError(err)
 			return
 		}
 	}
+	_, err = s.prepared[commitSQL].Exec()
+	s.version.Add(1) // even on an error, after which the animals may be on disk
+	b.err = dbError(err)
 }
 
-// beginTx takes the write lock and begins a transaction, on a file that is known to be still in its place. Any
-// error is errUnavailable.
-func (s *store) beginTx() (*sql.Tx, error) {
-	tx, err := s.writer.Begin()
-	if err == nil {
-		if err = s.intact(); err == nil {
-			return tx, nil
-		}
-		tx.Rollback()
-	}
-	return nil, fmt.Errorf("%w: %w", errUnavailable, err)
-}
-
-// claim returns c and whatever waits behind it, but for what its caller has given up.
-func (s *store) claim(c *creation) []*creation {
-	var batch []*creation
-	for {
-		if c.claimed.CompareAndSwap(false, true) {
-			batch = append(batch, c)
-		}
-		if len(s.queue) == 0 {
-			runtime.Gosched() // whoever is about to queue may as well share this wait for the disk
-		}
-		if len(s.queue) == 0 || len(batch) == queueLength {
-			return batch
-		}
-		c = <-s.queue // does not block: nobody else takes from the queue
-	}
-}
-
-// writeBatch stores the batch in the transaction and commits it. What breaks a constraint fails alone; any other
-// error is returned, and is that of the whole batch.
-func (s *store) writeBatch(tx *sql.Tx, batch []*creation) error {
-	defer tx.Rollback() // has no effect after Commit
-	findKey, insertPet, insertKey := tx.Stmt(s.findKey), tx.Stmt(s.insertPet), tx.Stmt(s.insertKey)
-	now := time.Now()
-	for _, c := range batch {
-		if c.key != "" {
-			err := findKey.QueryRow(c.caller[:], c.key, now.Add(-keyLifetime).Unix()).Scan(c.pet.columns()...)
-			if err == nil {
-				if c.replayed = true; c.pet.newPet != c.newPet {
-					c.err = errKeyReused
-				}
-				continue
+// insert stores c, or finds the answer first given to its key. An error is that of the whole batch: one that
+// concerns c alone is left in c.
+func (s *store) insert(c *creation, now time.Time) error {
+	forgotten := now.Add(-keyLifetime).Unix()
+	if c.key != "" {
+		err := s.prepared[findKeySQL].QueryRow(c.caller[:], c.key, forgotten).Scan(c.stored.columns()...)
+		if err == nil {
+			if c.replayed = true; c.stored.newPet != c.newPet {
+				c.err = errKeyReused
 			}
-			if !errors.Is(err, sql.ErrNoRows) {
-				return dbError(err)
-			}
+			return nil
 		}
-		result, err := insertPet.Exec(c.newPet.Name, c.newPet.CategoryID, c.newPet.Status)
-		if e, ok := errors.AsType[*sqlite.Error](err); ok && e.Code()&0xff == sqlite3.SQLITE_CONSTRAINT {
-			c.err = err // of a trigger made from outside, say: SQLite undoes the one statement
-			continue
-		}
-		if err != nil {
-			return dbError(err)
-		}
-		c.pet.newPet = c.newPet
-		c.pet.ID, _ = result.LastInsertId() // never an error in this driver
-		if c.key != "" {
-			_, err := insertKey.Exec(c.caller[:], c.key, now.Unix(), c.pet.ID, c.pet.Name, c.pet.CategoryID, c.pet.Status)
-			if err != nil {
-				return dbError(err)
-			}
+		if !errors.Is(err, sql.ErrNoRows) {
+			return err
 		}
 	}
-	err := tx.Commit()
-	s.version.Add(1)
-	if e, ok := errors.AsType[*sqlite.Error](err); ok && e.Code() == sqlite3.SQLITE_FULL {
-		return dbError(err)
+	result, err := s.prepared[insertPetSQL].Exec(c.Name, c.CategoryID, c.Status)
+	if sqliteCode(err) == sqlite3.SQLITE_CONSTRAINT {
+		c.err = err // of a trigger made from outside, say: SQLite undoes the one statement
+		return nil
 	}
-	return err // and the animals may be on disk: SQLite syncs its log before it does the rest
+	if err != nil {
+		return err
+	}
+	id, _ := result.LastInsertId() // never an error in this driver
+	c.stored = pet{id, c.newPet}
+	if c.key == "" {
+		return nil
+	}
+	if _, err := s.prepared[insertKeySQL].Exec(c.caller[:], c.key, now.Unix(), id, c.Name, c.CategoryID, c.Status); err != nil {
+		return err
+	}
+	_, err = s.prepared[purgeSQL].Exec(forgotten, 2) // two for one, so that they grow fewer
+	return err
 }
 
-// purgeKeys deletes a batch of idempotency keys that are no longer remembered, and returns how long to wait
-// for the next.
-func (s *store) purgeKeys() time.Duration {
-	if s.intact() == nil {
-		result, err := s.purge.Exec(time.Now().Add(-keyLifetime).Unix(), purgeBatch)
-		if err == nil { // else what stops it stops creates too, and they tell
-			if n, _ := result.RowsAffected(); n == purgeBatch {
-				return 0
-			}
-		}
+// inPlace returns an error unless path leads to the file that was opened: what is written to another would be gone
+// with this process.
+func (s *store) inPlace() error {
+	now, err := os.Stat(s.path)
+	if err == nil && !os.SameFile(s.file, now) {
+		err = errors.New("another file is there")
 	}
-	return purgeInterval
+	if err != nil {
+		return fmt.Errorf("the database was moved, deleted or replaced; put it back, or restart: %w", err)
+	}
+	return nil
 }
 
-// watch raises the version when another program has changed the database, as conn notices, until the store
-// closes. While it cannot tell it assumes so.
-func (s *store) watch(conn *sql.Conn) {
-	defer conn.Close()
-	tick := time.NewTicker(watchInterval)
-	defer tick.Stop()
+// watch raises the version when another program has changed the database, until the store closes. If it cannot
+// tell, it assumes so.
+func (s *store) watch() {
+	db := openPool(s.path, "ro", 1) // one connection, which notices what all others commit
+	defer db.Close()
 	for last := int64(-1); ; {
 		var now int64
-		err := conn.QueryRowContext(context.Background(), "PRAGMA data_version").Scan(&now)
+		err := db.QueryRow("PRAGMA data_version").Scan(&now)
 		if err != nil || now != last {
 			s.version.Add(1)
 		}
 		last = now
-		s.detach()
 		select {
-		case <-tick.C:
-		case <-s.quit:
+		case <-time.After(watchInterval):
+		case <-s.closing:
 			return
-		}
-	}
-}
-
-// check returns an error unless the store can be read.
-func (s *store) check(ctx context.Context) error {
-	if err := s.intact(); err != nil {
-		return err
-	}
-	_, _, err := s.list(ctx, page{limit: 1})
-	return err
-}
-
-// noteFiles notes which files the store has open: the database, by the name given for it too, and those that
-// SQLite keeps beside it.
-func (s *store) noteFiles() (err error) {
-	given := s.path
-	if s.path, err = filepath.EvalSymlinks(given); err != nil {
-		return err
-	}
-	if s.file, err = os.Open(s.path); err != nil {
-		return err
-	}
-	s.opened = map[string]os.FileInfo{}
-	for _, name := range []string{given, s.path, s.path + "-wal", s.path + "-shm"} {
-		if s.opened[name], err = os.Stat(name); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// displaced returns an error if one of the files that the store has open was deleted or replaced.
-func (s *store) displaced() error {
-	for name := range s.opened {
-		if !s.inPlace(name) {
-			return fmt.Errorf("%q was deleted or replaced; put it back, or restart", name)
-		}
-	}
-	return nil
-}
-
-// inPlace reports whether the file called name is still the one that the store has open.
-func (s *store) inPlace(name string) bool {
-	now, err := os.Stat(name)
-	return err == nil && os.SameFile(s.opened[name], now)
-}
-
-// intact returns an error if what is written to the database would be gone with this process: it was displaced,
-// or overwritten with something else.
-func (s *store) intact() error {
-	if err := s.displaced(); err != nil {
-		return err
-	}
-	return checkHeader(s.file)
-}
-
-// detach keeps the next process from taking the write-ahead log of a database that is no longer in its place for
-// that of the file which is there then, and damaging it.
-func (s *store) detach() {
-	if s.displaced() == nil {
-		return
-	}
-	if _, err := os.Stat(s.path); err != nil || s.inPlace(s.path) { // nothing is there, or the log is what is gone
-		s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)")
-		return
-	}
-	s.writer.Exec("PRAGMA wal_checkpoint(PASSIVE)") // into the old file, as far as others who read it let it
-	for _, name := range []string{s.path + "-wal", s.path + "-shm"} {
-		if s.inPlace(name) {
-			os.Remove(name)
 		}
 	}
 }
@@ -540,138 +421,60 @@ var (
 	errNewer      = errors.New("a newer version of this service has written it; run that version")
 )
 
-// checkFile returns an error unless path is a database that openStore accepts; errNoDatabase if there is no
-// file or an empty one. It must not be called while SQLite has the file open: it would drop SQLite's locks.
+// checkFile returns an error unless path is a database that openStore accepts, by its header, as
+// https://sqlite.org/fileformat.html#the_database_header lays it out; errNoDatabase if there is no file or an empty
+// one. It must not be called while this process has the file open: it would drop SQLite's locks.
 func checkFile(path string) error {
-	info, err := os.Stat(path)
-	switch {
-	case errors.Is(err, fs.ErrNotExist) || err == nil && info.Mode().IsRegular() && info.Size() == 0:
-		return fmt.Errorf("%q: %w", path, errNoDatabase)
-	case err != nil:
-		return err
-	case !info.Mode().IsRegular():
-		return fmt.Errorf("%q is not a file", path)
-	}
 	f, err := os.OpenFile(path, os.O_RDWR, 0) // SQLite would make do with a file that it may only read
+	if errors.Is(err, fs.ErrNotExist) {
+		return errNoDatabase
+	}
 	if err != nil {
 		return err
 	}
 	defer f.Close()
-	if err := checkHeader(f); err != nil {
-		return fmt.Errorf("%q: %w", path, err)
-	}
-	return nil
-}
-
-// checkHeader returns an error unless f begins with the header of a database of this service, as
-// https://sqlite.org/fileformat.html#the_database_header lays it out.
-func checkHeader(f io.ReaderAt) error {
 	var header [72]byte
-	if _, err := f.ReadAt(header[:], 0); err != nil && err != io.EOF {
+	n, err := f.ReadAt(header[:], 0)
+	switch {
+	case n == 0 && err == io.EOF:
+		return errNoDatabase
+	case err != nil && err != io.EOF:
 		return err
-	}
-	if string(header[:16]) != "SQLite format 3\x00" || binary.BigEndian.Uint32(header[68:]) != applicationID {
+	case string(header[:16]) != "SQLite format 3\x00" || binary.BigEndian.Uint32(header[68:]) != applicationID:
 		return errForeign
-	}
-	if binary.BigEndian.Uint32(header[60:]) > schemaVersion {
+	case binary.BigEndian.Uint32(header[60:]) > schemaVersion:
 		return errNewer
 	}
 	return nil
 }
 
+// openPool returns a pool of connections to the database file at path, an absolute one. It opens none yet. They all
+// have the busy timeout and the given pragmas.
+func openPool(path, mode string, size int, pragmas ...string) *sql.DB {
+	if path = filepath.ToSlash(path); path[0] != '/' {
+		path = "/" + path // before the drive, on Windows
+	}
+	pragmas = append(pragmas, fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()))
+	dsn := url.URL{Scheme: "file", Path: path, RawQuery: url.Values{"mode": {mode}, "_pragma": pragmas}.Encode()}
+	db, _ := sql.Open("sqlite", dsn.String()) // an error means only that there is no such driver
+	db.SetMaxOpenConns(size)
+	db.SetMaxIdleConns(size)
+	return db
+}
+
+// sqliteCode returns the primary result code of an SQLite error, and 0 for any other.
+func sqliteCode(err error) int {
+	if e, ok := errors.AsType[*sqlite.Error](err); ok {
+		return e.Code() & 0xff
+	}
+	return 0
+}
+
 // dbError adds errUnavailable to an error of the database that may pass and has left nothing behind.
 func dbError(err error) error {
-	e, ok := errors.AsType[*sqlite.Error](err)
-	if !ok {
-		return err
-	}
-	switch e.Code() & 0xff {
-	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
-		sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_NOMEM:
+	switch sqliteCode(err) {
+	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY:
 		return fmt.Errorf("%w: %w", errUnavailable, err)
 	}
 	return err
-}
-
-// backup writes a copy of the database at path, as it is at one moment, to the file target, which must not
-// exist yet. The copy is verified and on disk when it gets that name; on an error nothing is left of it.
-func backup(ctx context.Context, path, target string) (err error) {
-	if err := checkFile(path); err != nil {
-		return err
-	}
-	if path, err = filepath.Abs(path); err != nil {
-		return err
-	}
-	if target, err = filepath.Abs(target); err != nil {
-		return err
-	}
-	if err := refuseExisting(target); err != nil {
-		return err
-	}
-	f, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	defer os.Remove(f.Name()) // or what is left of it: nothing after Rename
-	defer os.Remove(f.Name() + "-journal")
-	if err := vacuumInto(ctx, path, f.Name()); err != nil {
-		return err
-	}
-	if err := f.Sync(); err != nil {
-		return err
-	}
-	if err := refuseExisting(target); err != nil {
-		return err
-	}
-	if err := os.Rename(f.Name(), target); err != nil {
-		return err
-	}
-	return syncDir(filepath.Dir(target))
-}
-
-// refuseExisting returns an error if there is anything at path.
-func refuseExisting(path string) error {
-	_, err := os.Lstat(path)
-	if err == nil {
-		return fmt.Errorf("%q exists already; name a new file", path)
-	}
-	if !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	return nil
-}
-
-// vacuumInto copies the database at path, which others may be using, to target, and verifies the copy.
-func vacuumInto(ctx context.Context, path, target string) error {
-	db, err := sql.Open("sqlite", dsn(path, "rw"))
-	if err != nil {
-		return err
-	}
-	defer db.Close()
-	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", target); err != nil {
-		return fmt.Errorf("copying %q: %w", path, err)
-	}
-	written, err := sql.Open("sqlite", dsn(target, "rw")) // read-only, integrity_check would leave out the CHECKs
-	if err != nil {
-		return err
-	}
-	defer written.Close()
-	var result string
-	if err := written.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result); err != nil {
-		return err
-	}
-	if result != "ok" {
-		return fmt.Errorf("the copy is damaged, and so may be the database: %s", result)
-	}
-	return nil
-}
-
-// syncDir makes a change of the names in dir durable.
-func syncDir(dir string) error {
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
 }
