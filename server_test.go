@@ -1603,7 +1603,7 @@ func TestCacheStaysSmall(t *testing.T) {
 		runtime.ReadMemStats(&m)
 		return int64(m.HeapAlloc)
 	}
-	before := heap()
+	before, most := heap(), int64(0)
 	for i := range 1500 {
 		r := httptest.NewRequest("GET", "http://"+strings.Repeat("x", 11000)+"/v1/pets?limit=100"+strings.Repeat("&", i), nil)
 		setHeaders(r, nil)
@@ -1611,9 +1611,10 @@ func TestCacheStaysSmall(t *testing.T) {
 		if s.ServeHTTP(w, r); w.Code != http.StatusOK {
 			t.Fatal(w.Code, w.Body)
 		}
+		most = max(most, s.Handler.(*server).answers.Load().size.Load())
 	}
-	if size := s.Handler.(*server).answers.Load().size.Load(); size < maxCache/10 || size > maxCache {
-		t.Errorf("the cache holds %d bytes", size)
+	if most < maxCache/10 || most > maxCache+10_000 {
+		t.Errorf("the cache holds %d bytes", most)
 	}
 	if grown := heap() - before; grown > maxCache*3/2 {
 		t.Errorf("the heap has grown by %d bytes", grown)
@@ -2258,23 +2259,43 @@ func TestLoadKeys(t *testing.T) {
 	}
 }
 
-// TestHelp compares what -h prints with what README.md says that it does.
 func TestHelp(t *testing.T) {
+	t.Parallel()
+	for flag, want := range map[string]string{"-h": `-addr HOST:PORT[^-]* \(default "127\.0\.0\.1:8080"\)\n  -backup FILE`, "-version": `^animalstore \S+ go1\.\d+\S*\n$`} {
+		var stdout, stderr strings.Builder
+		if status := run(t.Context(), []string{flag}, lookup(nil), &stdout, &stderr); status != 0 || stderr.Len() > 0 ||
+			!regexp.MustCompile(want).MatchString(stdout.String()) {
+			t.Errorf("%s: status %d, %s%s", flag, status, stdout.String(), stderr.String())
+		}
+	}
+}
+
+// TestCallersOfTheDeprecatedOperation runs the command that README.md has for them on a log, with paths in it that
+// would pass for a key.
+func TestCallersOfTheDeprecatedOperation(t *testing.T) {
 	t.Parallel()
 	readme, err := os.ReadFile("README.md")
 	if err != nil {
 		t.Fatal(err)
 	}
-	var help, version, stderr strings.Builder
-	if status := run(t.Context(), []string{"-h"}, lookup(nil), &help, &stderr); status != 0 || stderr.Len() > 0 {
-		t.Errorf("-h: status %d, %s", status, stderr.String())
+	pipeline := regexp.MustCompile(`\njournalctl [^|]*\| (.*)\n`).FindSubmatch(readme)
+	if pipeline == nil {
+		t.Fatal("README.md has no such command")
 	}
-	if !strings.Contains(string(readme), "```\n"+help.String()+"```\n") {
-		t.Errorf("README.md does not have this:\n%s", help.String())
-	}
-	if status := run(t.Context(), []string{"-version"}, lookup(nil), &version, &stderr); status != 0 || stderr.Len() > 0 ||
-		!regexp.MustCompile(`^animalstore \S+ go1\.\d+\S*\n$`).MatchString(version.String()) {
-		t.Errorf("-version: status %d, %q, %s", status, version.String(), stderr.String())
+	var log bytes.Buffer
+	s := newService(t)
+	s.Handler.(*server).log = slog.New(slog.NewTextHandler(&log, nil))
+	s.do("GET", "/v1/pets/1", "")
+	s.do("HEAD", "/v1/pets/%20key=deadbeef", "")
+	s.do("GET", "/v1/pets/%20key=deadbeef", "", "Authorization:")
+	s.do("GET", "/v1/pets/1%22%0Akey=deadbeef", "", "Authorization:")
+	s.do("GET", "/x%20id=AAAAAAAAAAAAAAAAAAAAAAAAAA%20method=GET%20path=/v1/pets/1", "")
+	s.do("GET", "/v1/pets", "")
+	s.do("PUT", "/v1/pets/1", "")
+	cmd := exec.Command("sh", "-c", string(pipeline[1]))
+	cmd.Stdin = &log
+	if out, err := cmd.CombinedOutput(); err != nil || strings.TrimSpace(string(out)) != "2  key=62af8704" {
+		t.Errorf("the callers are %q %v", out, err)
 	}
 }
 
