@@ -80,7 +80,7 @@ type config struct {
 	version                                 bool
 }
 
-// parseFlags reads the command line. If that asks for help, it writes it to stdout and returns flag.ErrHelp.
+// parseFlags reads the command line, and makes paths of databases absolute. If it asks for help, it writes it to stdout and returns flag.ErrHelp.
 func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 	flags := flag.NewFlagSet("animalstore", flag.ContinueOnError)
 	flags.SetOutput(io.Discard)
@@ -125,7 +125,10 @@ at all, a service on a loopback address makes one for this run and logs it.
 	if err != nil {
 		return c, fmt.Errorf("-addr %q must be HOST:PORT, the port a number up to 65535, as in 127.0.0.1:8080", c.addr)
 	}
-	return c, nil
+	if c.db, err = filepath.Abs(c.db); err == nil && c.backup != "" {
+		c.backup, err = filepath.Abs(c.backup)
+	}
+	return c, err
 }
 
 // version returns the version that the binary was built from (of a clone: the commit), and that of Go.
@@ -196,7 +199,7 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 }
 
 // backup writes a copy of the database at path, as it is at one moment, to the file target, which must not
-// exist yet. The copy is verified and on disk when it gets that name; on an error nothing is left of it.
+// exist yet. Both paths are absolute. The copy is verified and on disk when it gets that name; on an error nothing is left of it.
 func backup(ctx context.Context, path, target string) error {
 	if err := checkFile(path); err != nil {
 		return fmt.Errorf("-db %q: %w", path, err)
@@ -228,13 +231,6 @@ func backup(ctx context.Context, path, target string) error {
 // copyDatabase writes a copy of the database at path, which others may be using, to the empty file target, verifies
 // it and syncs it.
 func copyDatabase(ctx context.Context, path, target string) error {
-	path, err := filepath.Abs(path)
-	if err != nil {
-		return err
-	}
-	if target, err = filepath.Abs(target); err != nil {
-		return err
-	}
 	db := openPool(path, "rw", 1)
 	defer db.Close()
 	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", target); err != nil {
@@ -308,14 +304,9 @@ func (l *logWriter) writeTo(w io.Writer) {
 
 // close gives the lines that wait a second to be written.
 func (l *logWriter) close() {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
-	defer cancel()
-	select {
-	case l.lines <- nil:
-	case <-ctx.Done():
-	}
+	go func() { l.lines <- nil }()
 	select {
 	case <-l.ended:
-	case <-ctx.Done():
+	case <-time.After(time.Second):
 	}
 }

@@ -149,13 +149,9 @@ type store struct {
 	watching sync.WaitGroup
 }
 
-// openStore opens the database file at path, and creates it if it does not exist or is empty. It leaves
+// openStore opens the database file at path, an absolute one, and creates it if it does not exist or is empty. It leaves
 // untouched what is not a database of this service, or is one that a newer version has written.
 func openStore(path string) (*store, error) {
-	path, err := filepath.Abs(path)
-	if err != nil {
-		return nil, err
-	}
 	if err := checkFile(path); err != nil && err != errNoDatabase {
 		return nil, fmt.Errorf("-db %q: %w", path, err)
 	}
@@ -198,11 +194,16 @@ func (s *store) open() (err error) {
 	if mode != "wal" {
 		return fmt.Errorf("its file system does not support a write-ahead log (journal mode %s)", mode)
 	}
-	if err := s.prepare(); err != nil {
-		return err
-	}
-	for _, db := range []*sql.DB{s.writer, s.readers} {
-		for range db.Stats().MaxOpenConnections { // all open their files now: later there may be no descriptor left
+	for db, queries := range map[*sql.DB][]string{
+		s.readers: {listSQL, listByStatusSQL, getSQL},
+		s.writer:  {beginSQL, commitSQL, rollbackSQL, insertPetSQL, findKeySQL, insertKeySQL, purgeSQL},
+	} {
+		for _, query := range queries {
+			if s.prepared[query], err = db.Prepare(query); err != nil {
+				return err
+			}
+		}
+		for range db.Stats().MaxOpenConnections { // all of them now: later there may be no file descriptor left
 			conn, err := db.Conn(context.Background())
 			if err != nil {
 				return err
@@ -215,21 +216,6 @@ func (s *store) open() (err error) {
 	}
 	s.file, err = os.Stat(s.path)
 	return err
-}
-
-// prepare prepares the statements.
-func (s *store) prepare() (err error) {
-	for db, queries := range map[*sql.DB][]string{
-		s.readers: {listSQL, listByStatusSQL, getSQL},
-		s.writer:  {beginSQL, commitSQL, rollbackSQL, insertPetSQL, findKeySQL, insertKeySQL, purgeSQL},
-	} {
-		for _, query := range queries {
-			if s.prepared[query], err = db.Prepare(query); err != nil {
-				return err
-			}
-		}
-	}
-	return nil
 }
 
 // close waits for what is being written and closes the database. Nothing may use the store afterwards.
