@@ -172,16 +172,16 @@ func idempotencyKey(header http.Header) (string, error) {
 // readBody returns the request's body, of maxBody bytes at most.
 func readBody(w *call, r *http.Request) ([]byte, error) {
 	body, err := io.ReadAll(http.MaxBytesReader(w.ResponseWriter, r.Body, maxBody))
-	if err == nil {
-		return body, nil
-	}
-	if _, ok := errors.AsType[*http.MaxBytesError](err); ok {
+	_, tooLarge := errors.AsType[*http.MaxBytesError](err)
+	switch {
+	case tooLarge:
 		return nil, newError(http.StatusRequestEntityTooLarge, "the request body is larger than %d bytes", maxBody)
-	}
-	if errors.Is(err, os.ErrDeadlineExceeded) {
+	case errors.Is(err, os.ErrDeadlineExceeded):
 		return nil, newError(http.StatusRequestTimeout, "the request body did not arrive in time")
+	case err != nil:
+		return nil, newError(http.StatusBadRequest, "the request body could not be read to its end")
 	}
-	return nil, newError(http.StatusBadRequest, "the request body could not be read to its end")
+	return body, nil
 }
 
 // parseNewPet reads body as a NewPet. It names all the faults that it finds. encoding/json alone would take
@@ -283,22 +283,17 @@ func unquote(value []byte) (s string) {
 	return s
 }
 
+// wholeEscape matches each escape of a JSON string but half a UTF-16 surrogate pair, which stands for no
+// character, and which encoding/json would replace with U+FFFD.
+var wholeEscape = regexp.MustCompile(`(?i)\\([^u]|u[^d]...|ud[0-7]..|ud[89ab]..\\ud[c-f]..)`)
+
 // parseName reads the JSON value of a name, and reports whether it is one.
 func parseName(value []byte) (name string, ok bool) {
-	if hasUnpairedSurrogate(value) {
+	if bytes.Contains(value, []byte(`\u`)) && bytes.Contains(wholeEscape.ReplaceAll(value, nil), []byte(`\`)) {
 		return "", false
 	}
 	name = unquote(value)
 	length := utf8.RuneCountInString(name)
 	blank := strings.TrimFunc(name, unicode.IsSpace) == ""
 	return name, length >= 1 && length <= maxName && !blank && !strings.ContainsRune(name, 0)
-}
-
-// wholeEscape matches each escape of a JSON string but half a UTF-16 surrogate pair, which stands for no
-// character, and which encoding/json would replace with U+FFFD.
-var wholeEscape = regexp.MustCompile(`(?i)\\([^u]|u[^d]...|ud[0-7]..|ud[89ab]..\\ud[c-f]..)`)
-
-// hasUnpairedSurrogate reports whether the JSON string escapes half a surrogate pair.
-func hasUnpairedSurrogate(s []byte) bool {
-	return bytes.Contains(s, []byte(`\u`)) && bytes.Contains(wholeEscape.ReplaceAll(s, nil), []byte(`\`))
 }
