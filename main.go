@@ -57,7 +57,7 @@ func run(ctx context.Context, args []string, lookupEnv func(string) (string, boo
 		fmt.Fprintf(lines, "animalstore: %s (-h shows all settings)\n", oneLine(err))
 		return 2
 	case c.version:
-		fmt.Fprintln(stdout, "animalstore", version())
+		fmt.Fprintln(stdout, "animalstore", buildVersion())
 		return 0
 	case c.backup != "":
 		err = backup(ctx, c.db, c.backup)
@@ -131,8 +131,8 @@ at all, a service on a loopback address makes one for this run and logs it.
 	return c, err
 }
 
-// version returns the version that the binary was built from (of a clone: the commit), and that of Go.
-func version() string {
+// buildVersion returns the version that the binary was built from (of a clone: the commit), and that of Go.
+func buildVersion() string {
 	info, _ := debug.ReadBuildInfo()
 	return info.Main.Version + " " + info.GoVersion
 }
@@ -175,7 +175,7 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 		k = newKeys(key)
 		log.Info("no API key is set: made one for this run", "api_key", key)
 	}
-	log.Info("started", "url", scheme+ln.Addr().String(), "database", st.path, "keys", len(k), "version", version())
+	log.Info("started", "url", scheme+ln.Addr().String(), "database", st.path, "keys", len(k), "version", buildVersion())
 	return newServer(st, k, log).serve(ctx, ln)
 }
 

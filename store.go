@@ -113,8 +113,8 @@ type page struct {
 // creation is a create on its way to the disk.
 type creation struct {
 	newPet
-	caller [32]byte
-	key    string // idempotency key, "" for none
+	apiKey [32]byte // SHA-256 sum of its caller's API key
+	key    string   // idempotency key, "" for none
 
 	stored   pet
 	replayed bool  // stored is the answer first given to key
@@ -268,13 +268,12 @@ func (s *store) get(ctx context.Context, id int64) (pet, error) {
 	return p, dbError(err)
 }
 
-// create stores p and returns it with its id once it is safely on disk. If the caller has used the
-// idempotency key before (a key of "" is none), it stores nothing and returns the animal that it returned
-// then, with replayed true; or errKeyReused if that was made from another newPet. On errUnavailable nothing is
-// stored, on any other error that is not known. It cannot be cancelled: a client that goes away would leave
-// that in doubt.
-func (s *store) create(caller [32]byte, key string, p newPet) (_ pet, replayed bool, err error) {
-	c := &creation{newPet: p, caller: caller, key: key}
+// create stores p and returns it with its id once it is safely on disk. If the idempotency key (a key of "" is none)
+// was used before with the API key that has this SHA-256 sum, it stores nothing and returns the animal that it returned
+// then, with replayed true; or errKeyReused if that was made from another newPet. On errUnavailable nothing is stored,
+// on any other error that is not known. It cannot be cancelled: a client that goes away would leave that in doubt.
+func (s *store) create(apiKey [32]byte, key string, p newPet) (_ pet, replayed bool, err error) {
+	c := &creation{newPet: p, apiKey: apiKey, key: key}
 	s.joining.Lock()
 	first := s.gathering == nil
 	if first {
@@ -337,7 +336,7 @@ func (s *store) write(b *batch) {
 func (s *store) insert(c *creation, now time.Time) error {
 	forgotten := now.Add(-keyLifetime).Unix()
 	if c.key != "" {
-		err := s.prepared[findKeySQL].QueryRow(c.caller[:], c.key, forgotten).Scan(c.stored.columns()...)
+		err := s.prepared[findKeySQL].QueryRow(c.apiKey[:], c.key, forgotten).Scan(c.stored.columns()...)
 		if err == nil {
 			if c.replayed = true; c.stored.newPet != c.newPet {
 				c.err = errKeyReused
@@ -361,7 +360,7 @@ func (s *store) insert(c *creation, now time.Time) error {
 	if c.key == "" {
 		return nil
 	}
-	if _, err := s.prepared[insertKeySQL].Exec(c.caller[:], c.key, now.Unix(), id, c.Name, c.CategoryID, c.Status); err != nil {
+	if _, err := s.prepared[insertKeySQL].Exec(c.apiKey[:], c.key, now.Unix(), id, c.Name, c.CategoryID, c.Status); err != nil {
 		return err
 	}
 	_, err = s.prepared[purgeSQL].Exec(forgotten, 2) // two for one, so that they grow fewer
