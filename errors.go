@@ -52,7 +52,7 @@ func toAPIError(err error) *apiError {
 	return newError(http.StatusInternalServerError, "internal error")
 }
 
-// faults gathers all that is wrong with one request, so that its author can mend it in one go.
+// faults gathers all that is wrong with one request, so that the client can mend everything at once.
 type faults []string
 
 func (f *faults) add(format string, args ...any) { *f = append(*f, fmt.Sprintf(format, args...)) }

@@ -2,7 +2,6 @@ package main
 
 import (
 	"bytes"
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -41,7 +40,7 @@ func (s *server) listPets(w *call, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	pets, more, err := s.store.list(context.WithoutCancel(r.Context()), page)
+	pets, more, err := s.store.list(page)
 	if err != nil {
 		return err
 	}
@@ -54,13 +53,11 @@ func (s *server) listPets(w *call, r *http.Request) error {
 
 // createPet answers POST /v1/pets: it stores the animal in the body and returns it with its id.
 func (s *server) createPet(w *call, r *http.Request) error {
-	if err := requireJSON(r.Header); err != nil {
-		return err
-	}
-	key, err := idempotencyKey(r.Header)
+	key, err := checkHeader(r.Header)
 	if err != nil {
 		return err
 	}
+	r.Header = nil // see ServeHTTP
 	body, err := readBody(w, r)
 	if err != nil {
 		return err
@@ -89,7 +86,7 @@ func (s *server) getPet(w *call, r *http.Request) error {
 	if !ok {
 		return newError(http.StatusNotFound, "animal %.64q does not exist: an id is an integer", petID)
 	}
-	found, err := s.store.get(context.WithoutCancel(r.Context()), id)
+	found, err := s.store.get(id)
 	if errors.Is(err, errNotFound) {
 		return newError(http.StatusNotFound, "animal %d does not exist", id)
 	}
@@ -141,32 +138,24 @@ func parseInt(s string) (int64, bool) {
 	return n, err == nil && strconv.FormatInt(n, 10) == s
 }
 
-// requireJSON returns a 415 unless the Content-Type is application/json or absent.
-func requireJSON(header http.Header) error {
-	values := header["Content-Type"]
-	if len(values) == 0 {
-		return nil
+// checkHeader returns the Idempotency-Key of a create, or "" if it has none. It refuses a Content-Type, if there is
+// one, other than application/json.
+func checkHeader(header http.Header) (key string, err error) {
+	if types := header["Content-Type"]; types != nil {
+		mediaType, _, err := mime.ParseMediaType(types[0])
+		if err != nil || mediaType != "application/json" || len(types) > 1 {
+			return "", newError(http.StatusUnsupportedMediaType, "Content-Type must be application/json, not %.64q", strings.Join(types, ", "))
+		}
 	}
-	mediaType, _, err := mime.ParseMediaType(values[0])
-	if err != nil || mediaType != "application/json" || len(values) > 1 {
-		return newError(http.StatusUnsupportedMediaType, "Content-Type must be application/json, not %.64q", strings.Join(values, ", "))
-	}
-	return nil
-}
-
-// idempotencyKey returns the request's Idempotency-Key, or "" if it has none.
-func idempotencyKey(header http.Header) (string, error) {
-	values := header["Idempotency-Key"]
-	if len(values) == 0 {
+	keys := header["Idempotency-Key"]
+	if keys == nil {
 		return "", nil
 	}
-	key := values[0]
-	visible := !strings.ContainsFunc(key, func(r rune) bool { return r < '!' || r > '~' })
-	if len(values) > 1 || key == "" || len(key) > maxKey || !visible {
-		return "", newError(http.StatusBadRequest,
-			"Idempotency-Key must be given once, as 1 to %d visible ASCII characters", maxKey)
+	invisible := strings.ContainsFunc(keys[0], func(r rune) bool { return r < '!' || r > '~' })
+	if len(keys) > 1 || keys[0] == "" || len(keys[0]) > maxKey || invisible {
+		return "", newError(http.StatusBadRequest, "Idempotency-Key must be given once, as 1 to %d visible ASCII characters", maxKey)
 	}
-	return key, nil
+	return keys[0], nil
 }
 
 // readBody returns the request's body, of maxBody bytes at most.
@@ -181,6 +170,7 @@ func readBody(w *call, r *http.Request) ([]byte, error) {
 	case err != nil:
 		return nil, newError(http.StatusBadRequest, "the request body could not be read to its end")
 	}
+	w.unread = false
 	return body, nil
 }
 
@@ -227,7 +217,7 @@ func parseNewPet(body []byte) (newPet, error) {
 	return p, f.err()
 }
 
-// syntaxContext matches what encoding/json adds to the character at fault; the byte's number says more.
+// syntaxContext matches what encoding/json adds to the character at fault; its offset is more useful.
 var syntaxContext = regexp.MustCompile(`' (looking|in|after) .*`)
 
 // notAnObject returns what keeps body from being one JSON object in UTF-8, or "".
@@ -245,8 +235,8 @@ func notAnObject(body []byte) string {
 	return ""
 }
 
-// split returns the names and the values of the members of a JSON object, in turns and as they are written. The
-// object must be valid JSON. A json.Decoder would do the same at several times the cost, which a create would feel.
+// split returns the names and the values of the members of a JSON object, by turns, as raw JSON. The
+// object must be valid JSON. A json.Decoder would do the same at several times the cost: a tenth of a create.
 func split(object []byte) (parts [][]byte) {
 	start, depth := 0, 0
 	for i := 0; i < len(object); i++ {
@@ -283,8 +273,8 @@ func unquote(value []byte) (s string) {
 	return s
 }
 
-// wholeEscape matches each escape of a JSON string but half a UTF-16 surrogate pair, which stands for no
-// character, and which encoding/json would replace with U+FFFD.
+// wholeEscape matches each escape of a JSON string except an unpaired surrogate, which stands for no character
+// and which encoding/json would replace with U+FFFD.
 var wholeEscape = regexp.MustCompile(`(?i)\\([^u]|u[^d]...|ud[0-7]..|ud[89ab]..\\ud[c-f]..)`)
 
 // parseName reads the JSON value of a name, and reports whether it is one.

@@ -10,7 +10,6 @@ import (
 	"flag"
 	"fmt"
 	"io"
-	"io/fs"
 	"log/slog"
 	"net"
 	"os"
@@ -27,17 +26,17 @@ import (
 
 func main() {
 	debug.SetGCPercent(200)        // the heap is a few MiB: let it grow a little more rather than scan it so often
-	signal.Ignore(syscall.SIGPIPE) // or a log that nobody reads any more would end the process
+	signal.Ignore(syscall.SIGPIPE) // or to write to a log whose reader has gone would end the process
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
-	if !signal.Ignored(syscall.SIGHUP) { // as nohup has it
+	if !signal.Ignored(syscall.SIGHUP) { // as under nohup
 		signal.Notify(signals, syscall.SIGHUP)
 	}
 	ctx, stop := context.WithCancelCause(context.Background())
 	go func() {
 		stop(fmt.Errorf("%v", <-signals))
 		for first := time.Now(); time.Since(first) < time.Second; {
-			<-signals // To give it its default effect back would not end a process that was started with SIGINT ignored.
+			<-signals // signal.Reset would not do: a process that was started with SIGINT ignored would ignore it again.
 		}
 		os.Exit(1)
 	}()
@@ -49,30 +48,27 @@ func main() {
 func run(ctx context.Context, args []string, lookupEnv func(string) (string, bool), stdout, stderr io.Writer) int {
 	lines := newLogWriter(stderr)
 	defer lines.close()
+	status := 1
 	c, err := parseFlags(args, stdout)
 	switch {
 	case errors.Is(err, flag.ErrHelp):
 		return 0
 	case err != nil:
-		fmt.Fprintf(lines, "animalstore: %s (-h shows all settings)\n", oneLine(err))
-		return 2
+		status, err = 2, fmt.Errorf("%w (-h shows all settings)", err)
 	case c.version:
 		fmt.Fprintln(stdout, "animalstore", buildVersion())
-		return 0
 	case c.backup != "":
 		err = backup(ctx, c.db, c.backup)
 	default:
 		err = c.serve(ctx, lookupEnv, slog.New(slog.NewTextHandler(lines, nil)))
 	}
-	if err != nil {
-		fmt.Fprintf(lines, "animalstore: %s\n", oneLine(err))
-		return 1
+	if err == nil {
+		return 0
 	}
-	return 0
+	oneLine := strings.Join(strings.Fields(err.Error()), " ") // a file's name may have line breaks
+	fmt.Fprintln(lines, "animalstore:", oneLine)
+	return status
 }
-
-// oneLine returns the text of err without the line breaks that a file's name, say, may bring into it.
-func oneLine(err error) string { return strings.Join(strings.Fields(err.Error()), " ") }
 
 // config is what the command line says.
 type config struct {
@@ -80,13 +76,14 @@ type config struct {
 	version                                 bool
 }
 
-// parseFlags reads the command line, and makes paths of databases absolute. If it asks for help, it writes it to stdout and returns flag.ErrHelp.
+// parseFlags reads the command line, and makes the paths of databases absolute. If it asks for help, parseFlags writes
+// that to stdout and returns flag.ErrHelp.
 func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 	flags := flag.NewFlagSet("animalstore", flag.ContinueOnError)
 	flags.SetOutput(io.Discard)
 	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "listen on `HOST:PORT`, unless systemd hands over a socket")
 	flags.StringVar(&c.db, "db", "animalstore.db", "keep the animals in `FILE`, created on first use")
-	flags.StringVar(&c.keys, "keys", "", "read API keys from `FILE`, one a line; # begins a comment line")
+	flags.StringVar(&c.keys, "keys", "", "read API keys from `FILE`, one a line, beside those in the environment (API_KEYS, comma-separated)")
 	flags.StringVar(&c.tlsCert, "tls-cert", "", "serve HTTPS with the certificate chain in `FILE` (PEM)")
 	flags.StringVar(&c.tlsKey, "tls-key", "", "the private key of -tls-cert in `FILE` (PEM)")
 	flags.StringVar(&c.backup, "backup", "", "write a copy of the database to the new `FILE` and exit")
@@ -96,33 +93,25 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 		flags.SetOutput(stdout)
 		fmt.Fprint(stdout, "Animalstore serves a catalogue of animals over HTTP.\n\nUsage: animalstore [flags]\n\n")
 		flags.PrintDefaults()
-		fmt.Fprint(stdout, `
-API_KEYS in the environment holds API keys too, separated by commas. With no key
-at all, a service on a loopback address makes one for this run and logs it.
-`)
 	}
-	if err != nil {
-		return c, err
-	}
-	if flags.NArg() > 0 {
-		return c, fmt.Errorf("unexpected argument %q", flags.Arg(0))
-	}
+	empty := ""
 	flags.Visit(func(f *flag.Flag) {
 		if f.Value.String() == "" {
-			err = fmt.Errorf("-%s must not be empty", f.Name)
+			empty = f.Name
 		}
 	})
-	if err != nil {
+	_, port, _ := net.SplitHostPort(c.addr) // "" if the address is malformed
+	_, portErr := strconv.ParseUint(port, 10, 16)
+	switch {
+	case err != nil:
 		return c, err
-	}
-	if (c.tlsCert == "") != (c.tlsKey == "") {
+	case flags.NArg() > 0:
+		return c, fmt.Errorf("unexpected argument %q", flags.Arg(0))
+	case empty != "":
+		return c, fmt.Errorf("-%s must not be empty", empty)
+	case (c.tlsCert == "") != (c.tlsKey == ""):
 		return c, errors.New("-tls-cert and -tls-key go together: give both or neither")
-	}
-	_, port, err := net.SplitHostPort(c.addr)
-	if err == nil {
-		_, err = strconv.ParseUint(port, 10, 16)
-	}
-	if err != nil {
+	case portErr != nil:
 		return c, fmt.Errorf("-addr %q must be HOST:PORT, the port a number up to 65535, as in 127.0.0.1:8080", c.addr)
 	}
 	if c.db, err = filepath.Abs(c.db); err == nil && c.backup != "" {
@@ -137,8 +126,7 @@ func buildVersion() string {
 	return info.Main.Version + " " + info.GoVersion
 }
 
-// serve runs the service until ctx ends. All that can be wrong with the settings it finds before it touches
-// the database.
+// serve runs the service until ctx ends. It checks all settings before it touches the database.
 func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool), log *slog.Logger) (err error) {
 	k, err := loadKeys(lookupEnv, c.keys)
 	if err != nil {
@@ -158,12 +146,8 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 		if err != nil {
 			return fmt.Errorf("-tls-cert and -tls-key: %w", err)
 		}
-		ln = tls.NewListener(ln, &tls.Config{
-			Certificates: []tls.Certificate{cert},
-			MinVersion:   tls.VersionTLS12,
-			NextProtos:   []string{"http/1.1"},
-		})
-		scheme = "https://"
+		config := &tls.Config{Certificates: []tls.Certificate{cert}, MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"}}
+		ln, scheme = tls.NewListener(ln, config), "https://"
 	}
 	st, err := openStore(c.db)
 	if err != nil {
@@ -198,38 +182,41 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 	return net.FileListener(f)
 }
 
-// backup writes a copy of the database at path, as it is at one moment, to the file target, which must not
+// backup writes a copy of the database at path, in a consistent state, to the file target, which must not
 // exist yet. Both paths are absolute. The copy is verified and on disk when it gets that name; on an error nothing is left of it.
 func backup(ctx context.Context, path, target string) error {
 	if err := checkFile(path); err != nil {
 		return fmt.Errorf("-db %q: %w", path, err)
 	}
-	exists := fmt.Errorf("-backup %q exists already; name a new file", target)
 	if _, err := os.Lstat(target); err == nil {
-		return exists
+		return fmt.Errorf("-backup %q exists already; name a new file", target)
 	}
 	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
 	if err != nil {
 		return fmt.Errorf("-backup: %w", err)
 	}
 	defer os.Remove(temp.Name())
-	temp.Close()
+	defer os.Remove(temp.Name() + "-journal") // which SQLite leaves if the disk is full
+	defer temp.Close()
 	if err := copyDatabase(ctx, path, temp.Name()); err != nil {
 		return err
 	}
-	if err := os.Link(temp.Name(), target); errors.Is(err, fs.ErrExist) { // Rename would overwrite it
-		return exists
-	} else if err != nil {
+	if err := temp.Sync(); err != nil {
 		return err
 	}
-	if runtime.GOOS == "windows" {
-		return nil // where a folder cannot be synced
+	if err := os.Link(temp.Name(), target); err != nil { // unlike Rename, this fails if another backup was faster
+		return fmt.Errorf("-backup: %w", err)
 	}
-	return syncFile(filepath.Dir(target), os.O_RDONLY)
+	dir, err := os.Open(filepath.Dir(target))
+	if err != nil || runtime.GOOS == "windows" { // where a folder cannot be synced
+		return err
+	}
+	defer dir.Close()
+	return dir.Sync()
 }
 
-// copyDatabase writes a copy of the database at path, which others may be using, to the empty file target, verifies
-// it and syncs it.
+// copyDatabase writes a copy of the database at path, which others may be using, to the empty file target, and
+// verifies it.
 func copyDatabase(ctx context.Context, path, target string) error {
 	db := openPool(path, "rw", 1)
 	defer db.Close()
@@ -239,29 +226,17 @@ func copyDatabase(ctx context.Context, path, target string) error {
 	written := openPool(target, "rw", 1) // read-only, integrity_check would leave out the CHECKs
 	defer written.Close()
 	var result string
-	if err := written.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result); err != nil {
-		return err
+	err := written.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result)
+	if err == nil && result != "ok" {
+		err = fmt.Errorf("the copy is damaged, and so may be the database: %s", result)
 	}
-	if result != "ok" {
-		return fmt.Errorf("the copy is damaged, and so may be the database: %s", result)
-	}
-	return syncFile(target, os.O_RDWR)
-}
-
-// syncFile makes what was written to a file, or the names in a folder, durable.
-func syncFile(path string, flag int) error {
-	f, err := os.OpenFile(path, flag, 0)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	return f.Sync()
+	return err
 }
 
 // logWriter hands log lines to a goroutine that writes them, so that nobody who logs waits for whoever reads the log.
-// Lines that find too many waiting are dropped, and how many is logged once there is room again.
+// Lines that find too many waiting are dropped and counted; the count is logged once there is room again.
 type logWriter struct {
-	lines   chan []byte // nil is the end
+	lines   chan []byte // nil ends writeTo
 	dropped atomic.Int64
 	ended   chan struct{}
 }

@@ -28,7 +28,7 @@ const (
 	idleTimeout       = 60 * time.Second
 	maxHeader         = 16<<10 - 4<<10 // bytes; net/http allows 4 KiB more, which makes 16 KiB
 
-	goodbyeTime  = 250 * time.Millisecond // for clients to close connections that are kept alive, when the service stops
+	goodbyeTime  = 250 * time.Millisecond // on a stop, for clients to close the connections that they keep alive
 	drainTimeout = 10 * time.Second       // for the requests that are being handled then
 	cutOffTime   = time.Second            // for all other connections
 )
@@ -41,13 +41,12 @@ type server struct {
 	mux      *http.ServeMux
 	draining atomic.Bool  // no connection is to be kept alive
 	handling atomic.Int64 // requests with a valid key
-	answers  atomic.Pointer[generation]
+	cache    cache
 }
 
 // newServer returns the service on an open store.
 func newServer(st *store, k keys, log *slog.Logger) *server {
-	s := &server{store: st, keys: k, log: log, mux: http.NewServeMux()}
-	s.answers.Store(&generation{answers: map[string]cachedAnswer{}})
+	s := &server{store: st, keys: k, log: log, mux: http.NewServeMux(), cache: cache{answers: map[string]cachedAnswer{}}}
 	handle := func(pattern string, h handlerFunc) { s.mux.Handle(pattern, h) }
 
 	handle("GET /healthz", s.healthz)
@@ -67,7 +66,7 @@ func newServer(st *store, k keys, log *slog.Logger) *server {
 // ServeHTTP answers a request and writes its line to the log.
 func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	start := time.Now()
-	c := &call{ResponseWriter: w, server: s, id: rand.Text()}
+	c := &call{ResponseWriter: w, server: s, id: rand.Text(), unread: r.ContentLength != 0}
 	maps.Copy(w.Header(), everyHeader)
 	w.Header().Set("X-Request-Id", c.id)
 	if p := r.URL.EscapedPath(); p == "" || p[0] != '/' || path.Clean(p) != p {
@@ -75,6 +74,7 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	} else {
 		s.mux.ServeHTTP(c, r)
 	}
+	r.Header = nil // can hold many times what was sent, and net/http keeps r until the body has arrived
 	c.log(r, start)
 }
 
@@ -95,7 +95,7 @@ var (
 // handlerFunc is a handler that leaves it to ServeHTTP to answer with the error that it returns.
 type handlerFunc func(w *call, r *http.Request) error
 
-// ServeHTTP makes an http.Handler of h, one that takes no other ResponseWriter than a *call. An error or a panic
+// ServeHTTP makes an http.Handler of h, where w is a *call. An error or a panic
 // of h is answered in the Error shape.
 func (h handlerFunc) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	c := w.(*call)
@@ -160,7 +160,7 @@ func sendOpenAPI(w *call, r *http.Request) error {
 func (s *server) healthz(w *call, r *http.Request) error {
 	err := s.store.inPlace()
 	if err == nil {
-		_, _, err = s.store.list(context.WithoutCancel(r.Context()), page{limit: 1})
+		_, _, err = s.store.list(page{limit: 1})
 	}
 	if err != nil {
 		return fmt.Errorf("%w: %w", errUnavailable, err)
@@ -174,17 +174,18 @@ type call struct {
 	http.ResponseWriter
 	server *server
 	id     string // X-Request-Id
+	unread bool   // whether there is a body that was not read to its end
 	caller caller // once the key is accepted
 	status int    // 0 until the answer is sent
 	body   []byte // of the answer
-	err    error  // if that is an error
+	err    error  // that it reports, if any
 }
 
 // send answers with body, which is JSON and must not change afterwards.
 func (c *call) send(status int, body []byte) {
 	c.status, c.body = status, body
 	c.Header().Set("Content-Length", strconv.Itoa(len(body)))
-	if c.server.draining.Load() {
+	if c.unread || c.server.draining.Load() { // or net/http would wait for the rest of the body before it sends this
 		c.Header().Set("Connection", "close")
 	}
 	c.WriteHeader(status)
@@ -238,7 +239,7 @@ func (c *call) log(r *http.Request, start time.Time) {
 		}
 	}
 	if c.caller != (caller{}) {
-		line.AddAttrs(slog.String("key", c.caller.String())) // last, where no client can feign it
+		line.AddAttrs(slog.String("key", c.caller.String())) // last, where no client can forge it
 	}
 	c.server.log.Handler().Handle(context.Background(), line)
 }
@@ -254,9 +255,7 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 		MaxHeaderBytes:               maxHeader,
 		DisableGeneralOptionsHandler: true, // OPTIONS * needs a key as all else does
 		ErrorLog:                     slog.NewLogLogger(s.log.Handler(), slog.LevelWarn),
-		Protocols:                    new(http.Protocols),
 	}
-	srv.Protocols.SetHTTP1(true) // and no other
 	drained := make(chan error)
 	context.AfterFunc(ctx, func() { drained <- s.drain(srv, ln) })
 	if err := srv.Serve(ln); ctx.Err() == nil {
@@ -269,7 +268,7 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	return nil
 }
 
-// drain ends the service of srv on ln. To close a connection that is kept alive may cut off a request that is just
+// drain ends the service of srv on ln. Closing a connection that is kept alive may cut off a request that is just
 // coming in, so clients first have goodbyeTime to close theirs, as each answer tells them to. Then it waits for the
 // requests that are being handled, drainTimeout at most. Connections without one, as strangers have, get cutOffTime.
 func (s *server) drain(srv *http.Server, ln net.Listener) error {
@@ -291,12 +290,11 @@ func (s *server) drain(srv *http.Server, ln net.Listener) error {
 	}
 }
 
-// generation is a cache of the answers to GET requests that were made while the store had one version. What is
-// made from an older state lands in a generation that nobody reads any more.
-type generation struct {
+// cache holds answers to GET requests, by URL, that were made since the store had the version.
+type cache struct {
+	sync.RWMutex
 	version int64
-	size    atomic.Int64 // bytes that answers hold, roughly
-	mu      sync.RWMutex
+	size    int // bytes that answers hold, roughly
 	answers map[string]cachedAnswer
 }
 
@@ -306,21 +304,17 @@ type cachedAnswer struct {
 	body []byte
 }
 
-// maxCache bounds the size of a generation. A full one is replaced: the answers in demand soon return.
+// maxCache bounds the size of the cache. A full one is emptied: the answers in demand soon return.
 const maxCache = 8 << 20
 
 // cached answers what is in the cache and leaves the rest to next, the answers of which it keeps.
 func (s *server) cached(next handlerFunc) handlerFunc {
 	return func(w *call, r *http.Request) error {
-		url, version := r.URL.RequestURI(), s.store.version.Load() // before next reads the store
-		g := s.answers.Load()
-		if g.version < version || g.size.Load() > maxCache {
-			g = &generation{version: version, answers: map[string]cachedAnswer{}}
-			s.answers.Store(g)
-		}
-		g.mu.RLock()
-		a, ok := g.answers[url]
-		g.mu.RUnlock()
+		url, version := r.URL.RequestURI(), s.store.version() // before next reads the store
+		s.cache.RLock()
+		a, ok := s.cache.answers[url]
+		ok = ok && s.cache.version >= version
+		s.cache.RUnlock()
 		if ok {
 			w.Header()["Link"] = a.link
 			w.send(http.StatusOK, a.body)
@@ -329,11 +323,16 @@ func (s *server) cached(next handlerFunc) handlerFunc {
 		if err := next(w, r); err != nil {
 			return err
 		}
-		const overhead = 200 // bytes of an entry beside its strings, roughly
-		g.size.Add(int64(len(url) + len(w.body) + overhead))
-		g.mu.Lock()
-		defer g.mu.Unlock()
-		g.answers[strings.Clone(url)] = cachedAnswer{w.Header()["Link"], w.body} // url may be a piece of a long line
+		size := len(url) + len(w.body) + 200 // for the entry itself
+		s.cache.Lock()
+		defer s.cache.Unlock()
+		if s.cache.version < version || s.cache.size+size > maxCache {
+			s.cache.version, s.cache.size, s.cache.answers = max(version, s.cache.version), 0, map[string]cachedAnswer{}
+		}
+		if s.cache.version == version {
+			s.cache.size += size
+			s.cache.answers[strings.Clone(url)] = cachedAnswer{w.Header()["Link"], w.body} // url may be a piece of a long line
+		}
 		return nil
 	}
 }

@@ -80,11 +80,11 @@ const (
 	rollbackSQL     = `ROLLBACK`
 	insertPetSQL    = `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`
 	findKeySQL      = `SELECT id, name, category_id, status FROM idempotency_keys
-		WHERE caller = ? AND key = ? AND created > ?`
+		WHERE caller = ? AND key = ? AND created >= ?`
 	insertKeySQL = `REPLACE INTO idempotency_keys (caller, key, created, id, name, category_id, status)
 		VALUES (?, ?, ?, ?, ?, ?, ?)`
 	purgeSQL = `DELETE FROM idempotency_keys WHERE (caller, key) IN
-		(SELECT caller, key FROM idempotency_keys WHERE created <= ? ORDER BY created LIMIT ?)`
+		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT ?)`
 )
 
 // newPet is an animal without an id: the interface's NewPet with its status filled in.
@@ -135,7 +135,7 @@ type batch struct {
 type store struct {
 	path    string
 	file    os.FileInfo  // what path led to when it was opened
-	version atomic.Int64 // grows with every change, before it is acknowledged
+	changes atomic.Int64 // see version
 
 	readers  *sql.DB
 	writer   *sql.DB // of one connection, so that what it runs is one transaction
@@ -145,8 +145,10 @@ type store struct {
 	joining   sync.Mutex
 	gathering *batch // what a creation joins, nil if there is none; joining guards it
 
-	closing  chan struct{} // ends watch
-	watching sync.WaitGroup
+	watcher *sql.DB    // of one connection, which notices what all others commit
+	looking sync.Mutex // guards what it saw last, and when
+	seen    int64
+	looked  time.Time
 }
 
 // openStore opens the database file at path, an absolute one, and creates it if it does not exist or is empty. It leaves
@@ -160,7 +162,7 @@ func openStore(path string) (*store, error) {
 		readers:  openPool(path, "ro", max(4, runtime.GOMAXPROCS(0))),
 		writer:   openPool(path, "rwc", 1, "synchronous(FULL)", "fullfsync(ON)", fmt.Sprintf("journal_size_limit(%d)", walKept)),
 		prepared: map[string]*sql.Stmt{},
-		closing:  make(chan struct{}),
+		watcher:  openPool(path, "ro", 1),
 	}
 	if err := s.open(); err != nil {
 		s.close()
@@ -169,7 +171,6 @@ func openStore(path string) (*store, error) {
 		}
 		return nil, fmt.Errorf("-db %q: %w", path, err)
 	}
-	s.watching.Go(s.watch)
 	return s, nil
 }
 
@@ -179,7 +180,7 @@ func (s *store) open() (err error) {
 	if err := s.writer.QueryRow("PRAGMA user_version").Scan(&version); err != nil {
 		return err
 	}
-	if version > schemaVersion { // as only the write-ahead log knew
+	if version > schemaVersion { // which checkFile cannot see in the write-ahead log
 		return errNewer
 	}
 	if version == 0 { // before WAL mode, so that the file itself is this service's from its first byte
@@ -197,6 +198,7 @@ func (s *store) open() (err error) {
 	for db, queries := range map[*sql.DB][]string{
 		s.readers: {listSQL, listByStatusSQL, getSQL},
 		s.writer:  {beginSQL, commitSQL, rollbackSQL, insertPetSQL, findKeySQL, insertKeySQL, purgeSQL},
+		s.watcher: nil,
 	} {
 		for _, query := range queries {
 			if s.prepared[query], err = db.Prepare(query); err != nil {
@@ -220,10 +222,9 @@ func (s *store) open() (err error) {
 
 // close waits for what is being written and closes the database. Nothing may use the store afterwards.
 func (s *store) close() error {
-	s.writing.Lock() // for good
-	close(s.closing)
-	s.watching.Wait()
-	s.readers.Close() // before the writer, which then removes the write-ahead log
+	s.writing.Lock()  // for good
+	s.watcher.Close() // and the readers before the writer, which then removes the write-ahead log
+	s.readers.Close()
 	if s.file != nil && s.inPlace() != nil {
 		// SQLite leaves the log, and would take it for that of the file which is there now.
 		s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -231,14 +232,14 @@ func (s *store) close() error {
 	return s.writer.Close()
 }
 
-// list returns a page of the animals, by ascending id, and whether more follow.
-func (s *store) list(ctx context.Context, p page) (pets []pet, more bool, err error) {
-	var rows *sql.Rows
-	if p.status == "" {
-		rows, err = s.prepared[listSQL].QueryContext(ctx, p.after, p.limit+1)
-	} else {
-		rows, err = s.prepared[listByStatusSQL].QueryContext(ctx, p.status, p.after, p.limit+1)
+// list returns a page of the animals, by ascending id, and whether more follow. It cannot be cancelled: it is bounded,
+// and to interrupt a query costs a connection.
+func (s *store) list(p page) (pets []pet, more bool, err error) {
+	query, args := listSQL, []any{p.after, p.limit + 1}
+	if p.status != "" {
+		query, args = listByStatusSQL, append([]any{p.status}, args...)
 	}
+	rows, err := s.prepared[query].Query(args...)
 	if err != nil {
 		return nil, false, dbError(err)
 	}
@@ -259,9 +260,9 @@ func (s *store) list(ctx context.Context, p page) (pets []pet, more bool, err er
 }
 
 // get returns the animal with the id, or errNotFound.
-func (s *store) get(ctx context.Context, id int64) (pet, error) {
+func (s *store) get(id int64) (pet, error) {
 	var p pet
-	err := s.prepared[getSQL].QueryRowContext(ctx, id).Scan(p.columns()...)
+	err := s.prepared[getSQL].QueryRow(id).Scan(p.columns()...)
 	if errors.Is(err, sql.ErrNoRows) {
 		return pet{}, errNotFound
 	}
@@ -270,8 +271,8 @@ func (s *store) get(ctx context.Context, id int64) (pet, error) {
 
 // create stores p and returns it with its id once it is safely on disk. If the idempotency key (a key of "" is none)
 // was used before with the API key that has this SHA-256 sum, it stores nothing and returns the animal that it returned
-// then, with replayed true; or errKeyReused if that was made from another newPet. On errUnavailable nothing is stored,
-// on any other error that is not known. It cannot be cancelled: a client that goes away would leave that in doubt.
+// then, with replayed true; or errKeyReused if that was made from another newPet. On errUnavailable nothing is stored;
+// on any other error it may or may not be. It cannot be cancelled: a client that goes away would leave that in doubt.
 func (s *store) create(apiKey [32]byte, key string, p newPet) (_ pet, replayed bool, err error) {
 	c := &creation{newPet: p, apiKey: apiKey, key: key}
 	s.joining.Lock()
@@ -296,8 +297,7 @@ func (s *store) create(apiKey [32]byte, key string, p newPet) (_ pet, replayed b
 	return c.stored, c.replayed, c.err
 }
 
-// write stores the batch b, which gathers until the database is locked: whoever comes while the lock is waited for
-// is stored, or refused, with the rest.
+// write stores the batch b, or leaves the reason why not in it.
 func (s *store) write(b *batch) {
 	s.writing.Lock()
 	defer s.writing.Unlock()
@@ -307,15 +307,7 @@ func (s *store) write(b *batch) {
 		}
 		close(b.done)
 	}()
-	_, err := s.prepared[beginSQL].Exec()
-	if err == nil {
-		err = s.inPlace()
-	}
-	runtime.Gosched() // whoever is about to join may as well share this wait for the disk
-	s.joining.Lock()
-	s.gathering = nil
-	s.joining.Unlock()
-	if err != nil {
+	if err := s.begin(); err != nil {
 		b.err = fmt.Errorf("%w: %w", errUnavailable, err)
 		return
 	}
@@ -326,9 +318,24 @@ func (s *store) write(b *batch) {
 			return
 		}
 	}
-	_, err = s.prepared[commitSQL].Exec()
-	s.version.Add(1) // even on an error, after which the animals may be on disk
+	_, err := s.prepared[commitSQL].Exec()
+	s.changes.Add(1) // even on an error, after which the animals may be on disk
 	b.err = dbError(err)
+}
+
+// begin begins a transaction, on a file that is known to be in its place. Creations join its batch until then:
+// whoever comes while the database is locked is stored, or refused, with the rest.
+func (s *store) begin() error {
+	defer func() {
+		runtime.Gosched() // whoever is about to join may as well share this wait for the disk
+		s.joining.Lock()
+		s.gathering = nil
+		s.joining.Unlock()
+	}()
+	if _, err := s.prepared[beginSQL].Exec(); err != nil {
+		return err
+	}
+	return s.inPlace()
 }
 
 // insert stores c, or finds the answer first given to its key. An error is that of the whole batch: one that
@@ -363,7 +370,7 @@ func (s *store) insert(c *creation, now time.Time) error {
 	if _, err := s.prepared[insertKeySQL].Exec(c.apiKey[:], c.key, now.Unix(), id, c.Name, c.CategoryID, c.Status); err != nil {
 		return err
 	}
-	_, err = s.prepared[purgeSQL].Exec(forgotten, 2) // two for one, so that they grow fewer
+	_, err = s.prepared[purgeSQL].Exec(forgotten, 2) // two for each one added, so that they run out
 	return err
 }
 
@@ -380,24 +387,21 @@ func (s *store) inPlace() error {
 	return nil
 }
 
-// watch raises the version when another program has changed the database, until the store closes. If it cannot
-// tell, it assumes so.
-func (s *store) watch() {
-	db := openPool(s.path, "ro", 1) // one connection, which notices what all others commit
-	defer db.Close()
-	for last := int64(-1); ; {
-		var now int64
-		err := db.QueryRow("PRAGMA data_version").Scan(&now)
-		if err != nil || now != last {
-			s.version.Add(1)
-		}
-		last = now
-		select {
-		case <-time.After(watchInterval):
-		case <-s.closing:
-			return
+// version returns a number that grows with every change: those of this process before they are acknowledged, those of
+// other programs within watchInterval. On an error it assumes a change.
+func (s *store) version() int64 {
+	if s.looking.TryLock() {
+		defer s.looking.Unlock()
+		if time.Since(s.looked) >= watchInterval {
+			var seen int64
+			err := s.watcher.QueryRow("PRAGMA data_version").Scan(&seen)
+			if err != nil || seen != s.seen {
+				s.changes.Add(1)
+			}
+			s.seen, s.looked = seen, time.Now()
 		}
 	}
+	return s.changes.Load()
 }
 
 var (
@@ -418,10 +422,14 @@ func checkFile(path string) error {
 		return err
 	}
 	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return err
+	}
 	var header [72]byte
-	n, err := f.ReadAt(header[:], 0)
+	_, err = f.ReadAt(header[:], 0)
 	switch {
-	case n == 0 && err == io.EOF:
+	case info.Mode().IsRegular() && info.Size() == 0:
 		return errNoDatabase
 	case err != nil && err != io.EOF:
 		return err
