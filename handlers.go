@@ -227,7 +227,8 @@ func notAnObject(body []byte) string {
 	}
 	if !json.Valid(body) {
 		syntax, _ := errors.AsType[*json.SyntaxError](json.Unmarshal(body, new(any)))
-		return fmt.Sprintf("the body must be one JSON object: %s at byte %d", syntaxContext.ReplaceAllString(syntax.Error(), "'"), syntax.Offset)
+		what := syntaxContext.ReplaceAllString(syntax.Error(), "'")
+		return fmt.Sprintf("the body must be one JSON object: %s at byte %d", what, syntax.Offset)
 	}
 	if bytes.TrimSpace(body)[0] != '{' {
 		return "the body must be one JSON object"

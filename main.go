@@ -83,7 +83,7 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 	flags.SetOutput(io.Discard)
 	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "listen on `HOST:PORT`, unless systemd hands over a socket")
 	flags.StringVar(&c.db, "db", "animalstore.db", "keep the animals in `FILE`, created on first use")
-	flags.StringVar(&c.keys, "keys", "", "read API keys from `FILE`, one a line, beside those in the environment (API_KEYS, comma-separated)")
+	flags.StringVar(&c.keys, "keys", "", "read API keys from `FILE`, one a line, beside those in $API_KEYS (comma-separated)")
 	flags.StringVar(&c.tlsCert, "tls-cert", "", "serve HTTPS with the certificate chain in `FILE` (PEM)")
 	flags.StringVar(&c.tlsKey, "tls-key", "", "the private key of -tls-cert in `FILE` (PEM)")
 	flags.StringVar(&c.backup, "backup", "", "write a copy of the database to the new `FILE` and exit")

@@ -927,6 +927,9 @@ func TestLog(t *testing.T) {
 			t.Errorf("%q is in %s", word, got)
 		}
 	}
+	if got := line(s.do("HEAD", "/v1/pets?after=5", "")); !strings.Contains(got, " bytes=0 ") {
+		t.Error(got)
+	}
 	if got := line(s.do("GET", "/v1/pets/x%0Ay", "", "Authorization: Bearer guess")); strings.Contains(got, "guess") ||
 		strings.Contains(got, "key=") || !strings.Contains(got, `path="/v1/pets/x\ny" status=401`) {
 		t.Error(got)
@@ -1144,6 +1147,14 @@ func TestLimits(t *testing.T) {
 			if took := time.Since(start); took != want {
 				t.Errorf("a connection that has sent %q is closed after %v, want %v", sent, took, want)
 			}
+		}
+		for _, header := range []string{"Host: x\r\n", withKey + "Content-Type: text/plain\r\n"} {
+			start := time.Now()
+			conn = ln.send("POST /v1/pets HTTP/1.1\r\n" + header + lengthAndOn)
+			if a, resp := s.received(conn, "POST"); a.status/100 != 4 || !resp.Close || time.Since(start) > 0 {
+				t.Errorf("without its body %q is answered with %d after %v", header, a.status, time.Since(start))
+			}
+			conn.Close()
 		}
 		start := time.Now()
 		conn = ln.send("POST /v1/pets HTTP/1.1\r\n" + withKey + lengthAndOn + `{"name":`)
@@ -1605,6 +1616,9 @@ func TestCacheStaysSmall(t *testing.T) {
 	}
 	if most < maxCache/10 || most > maxCache+20_000 {
 		t.Errorf("the cache holds %d bytes", most)
+	}
+	for id := range 100 { // a path without a query is a piece of that line
+		s.serve(httptest.NewRequest("GET", fmt.Sprint("http://", strings.Repeat("x", 300_000), "/v1/pets/", id+1), nil))
 	}
 	if grown := heap() - before; grown > maxCache*3/2 {
 		t.Errorf("the heap has grown by %d bytes", grown)
