@@ -1623,6 +1623,7 @@ func TestCacheStaysSmall(t *testing.T) {
 	if grown := heap() - before; grown > maxCache*3/2 {
 		t.Errorf("the heap has grown by %d bytes", grown)
 	}
+	runtime.KeepAlive(s)
 }
 
 // TestCacheForgetsWhatChangedMeanwhile has the store change while answers are made.
