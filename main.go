@@ -26,10 +26,10 @@ import (
 
 func main() {
 	debug.SetGCPercent(200)        // the heap is a few MiB: let it grow a little more rather than scan it so often
-	signal.Ignore(syscall.SIGPIPE) // or to write to a log whose reader has gone would end the process
+	signal.Ignore(syscall.SIGPIPE) // otherwise writing to a log whose reader has gone would end the process
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
-	if !signal.Ignored(syscall.SIGHUP) { // as under nohup
+	if !signal.Ignored(syscall.SIGHUP) { // under nohup it stays ignored
 		signal.Notify(signals, syscall.SIGHUP)
 	}
 	ctx, stop := context.WithCancelCause(context.Background())
@@ -182,8 +182,8 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 	return net.FileListener(f)
 }
 
-// backup writes a copy of the database at path, in a consistent state, to the file target, which must not
-// exist yet. Both paths are absolute. The copy is verified and on disk when it gets that name; on an error nothing is left of it.
+// backup writes a copy of the database at path, in a consistent state, to the file target, which must not exist yet.
+// Both paths are absolute. The copy is verified and on disk when it gets that name; if it does not, nothing is left of it.
 func backup(ctx context.Context, path, target string) error {
 	if err := checkFile(path); err != nil {
 		return fmt.Errorf("-db %q: %w", path, err)

@@ -95,8 +95,7 @@ var (
 // handlerFunc is a handler that leaves it to ServeHTTP to answer with the error that it returns.
 type handlerFunc func(w *call, r *http.Request) error
 
-// ServeHTTP makes an http.Handler of h, where w is a *call. An error or a panic
-// of h is answered in the Error shape.
+// ServeHTTP makes an http.Handler of h; w must be a *call. An error or a panic of h is answered in the Error shape.
 func (h handlerFunc) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	c := w.(*call)
 	defer func() {

@@ -223,7 +223,7 @@ func (s *store) open() (err error) {
 // close waits for what is being written and closes the database. Nothing may use the store afterwards.
 func (s *store) close() error {
 	s.writing.Lock()  // for good
-	s.watcher.Close() // and the readers before the writer, which then removes the write-ahead log
+	s.watcher.Close() // like the readers before the writer, which as the last one removes the write-ahead log
 	s.readers.Close()
 	if s.file != nil && s.inPlace() != nil {
 		// SQLite leaves the log, and would take it for that of the file which is there now.
