@@ -8,6 +8,7 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"database/sql"
+	"database/sql/driver"
 	"encoding/binary"
 	"encoding/json"
 	"encoding/pem"
@@ -16,12 +17,14 @@ import (
 	"io"
 	"log/slog"
 	"math"
+	"math/rand"
 	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"regexp"
 	"runtime"
@@ -37,13 +40,20 @@ import (
 	"time"
 	"unicode"
 	"unicode/utf8"
+
+	"modernc.org/sqlite"
 )
 
-// TestMain makes the test binary the program itself where a test runs it as a process of its own.
+// TestMain makes the test binary the program itself when a test starts it as a process; see command.
 func TestMain(m *testing.M) {
 	if os.Getenv("ANIMALSTORE_PROCESS") != "" {
+		go func() {
+			io.Copy(io.Discard, os.Stdin) // until the test process ends, even if it is killed
+			os.Exit(1)
+		}()
 		main()
 	}
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP) // otherwise, under nohup, the started processes would ignore it
 	os.Exit(m.Run())
 }
 
@@ -328,12 +338,12 @@ func schemaFaults(schema, v any, where string) (faults []string) {
 	if enum, ok := at(schema, "enum").([]any); ok && !slices.Contains(enum, v) {
 		add("%v is not one of %v", v, enum)
 	}
-	kind := at(schema, "type")
+	if kind := fmt.Sprintf("%T", v); at(schema, "type") != map[string]string{"string": "string", "json.Number": "integer",
+		"[]interface {}": "array", "map[string]interface {}": "object"}[kind] {
+		add("%v is a %s, want %v", v, kind, at(schema, "type"))
+	}
 	switch v := v.(type) {
 	case string:
-		if kind != "string" {
-			add("a string, want %v", kind)
-		}
 		length := float64(utf8.RuneCountInString(v))
 		bound("minLength", func(limit float64) bool { return length < limit })
 		bound("maxLength", func(limit float64) bool { return length > limit })
@@ -342,23 +352,17 @@ func schemaFaults(schema, v any, where string) (faults []string) {
 		}
 	case json.Number:
 		n, err := strconv.ParseInt(v.String(), 10, 64)
-		if kind != "integer" || err != nil {
-			add("%v is a number, want %v", v, kind)
+		if err != nil {
+			add("%v is no int64", v)
 		}
 		bound("minimum", func(limit float64) bool { return float64(n) < limit })
 		bound("maximum", func(limit float64) bool { return float64(n) > limit })
 	case []any:
-		if kind != "array" {
-			add("an array, want %v", kind)
-		}
 		bound("maxItems", func(limit float64) bool { return float64(len(v)) > limit })
 		for i, item := range v {
 			faults = append(faults, schemaFaults(at(schema, "items"), item, fmt.Sprintf("%s[%d]", where, i))...)
 		}
 	case map[string]any:
-		if kind != "object" {
-			add("an object, want %v", kind)
-		}
 		required, _ := at(schema, "required").([]any)
 		for _, name := range required {
 			if _, ok := v[name.(string)]; !ok {
@@ -372,8 +376,6 @@ func schemaFaults(schema, v any, where string) (faults []string) {
 				add("%s is unknown", name)
 			}
 		}
-	default:
-		add("%v is of no type that is used", v)
 	}
 	return faults
 }
@@ -530,17 +532,14 @@ func TestListPets(t *testing.T) {
 	}{
 		{"", "</v1/pets?after=20>", all[:20]},
 		{"?limit=1", "</v1/pets?after=1&limit=1>", all[:1]},
+		{"?limit=1", "</v1/pets?after=1&limit=1>", all[:1]}, // from the cache
 		{"?limit=45", "", all},
-		{"?limit=100", "", all},
 		{"?after=0&limit=45", "", all},
 		{"?limit=44", "</v1/pets?after=44&limit=44>", all[:44]},
 		{"?after=44", "", all[44:]},
-		{"?after=45", "", []pet{}},
 		{"?after=9223372036854775807", "", []pet{}},
-		{"?status=sold", "", sold},
 		{"?status=sold&limit=15", "", sold},
 		{"?limit=14&status=sold", "</v1/pets?after=42&limit=14&status=sold>", sold[:14]},
-		{"?&limit=1&", "</v1/pets?after=1&limit=1>", all[:1]},
 		{"?%6Cimit=%31", "</v1/pets?after=1&limit=1>", all[:1]},
 	} {
 		a := s.do("GET", "/v1/pets"+c.query, "")
@@ -560,23 +559,14 @@ func TestListPetsRefusesWhatItDoesNotUnderstand(t *testing.T) {
 	for query, words := range map[string]string{
 		"limit=0":                   "limit must be",
 		"limit=101":                 "limit must be",
-		"limit=+5":                  "limit must be",
 		"limit=05":                  "limit must be",
-		"limit=5.0":                 "limit must be",
-		"limit=0x5":                 "limit must be",
 		"limit":                     "limit must be",
 		"limit=5&limit=5":           "limit must be given once",
 		"status=":                   "status must be",
 		"status=sold&status":        "status must be given once",
 		"status=Sold":               "status must be available, pending or sold",
-		"status=sold%00":            "status must be",
-		"status=%FF":                "status must be",
 		"after=-1":                  "after must be",
-		"after=-0":                  "after must be",
 		"after=9223372036854775808": "after must be",
-		"after=1e3":                 "after must be",
-		"Limit=5":                   `unknown parameter \"Limit\"`,
-		"offset=5":                  `unknown parameter \"offset\"`,
 		"=5":                        `unknown parameter \"\"`,
 		"limit=5;after=1":           "malformed",
 		"limit=%zz":                 "malformed",
@@ -589,6 +579,7 @@ func TestListPetsRefusesWhatItDoesNotUnderstand(t *testing.T) {
 		many = append(many, fmt.Sprintf("p%02d=1", i))
 	}
 	s.want(s.do("GET", "/v1/pets?"+strings.Join(many, "&"), ""), http.StatusBadRequest, "and 40 more")
+	s.want(s.do("GET", "/v1/pets?"+strings.Join(many[:10], "&"), ""), http.StatusBadRequest, `\"p09\"","status"`)
 	s.want(s.do("GET", "/v1/pets?"+strings.Repeat("x", 5000), ""), http.StatusBadRequest, strings.Repeat("x", 64)+`\"`)
 }
 
@@ -639,7 +630,7 @@ func TestCreatePetKeepsWhatWasSent(t *testing.T) {
 		want := fmt.Sprintf("{\"id\":%d,%s}\n", i+1, c.want)
 		a := s.do("POST", "/v1/pets", c.body, "Content-Type: application/json; charset=latin1")
 		location := fmt.Sprintf("/v1/pets/%d", i+1)
-		if a.status != http.StatusCreated || a.body != want || a.header.Get("Location") != location {
+		if a.status != http.StatusCreated || a.body != want || a.header.Get("Location") != location || a.header.Get("Connection") != "" {
 			t.Errorf("POST %s = %d %s, at %q, want %s", c.body, a.status, a.body, a.header.Get("Location"), want)
 		}
 		if got := s.do("GET", location, ""); got.body != want {
@@ -652,54 +643,36 @@ func TestCreatePetRefusesOtherBodies(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	for body, words := range map[string]string{
-		"":                                     "one JSON object",
-		"null":                                 "one JSON object",
-		"[]":                                   "one JSON object",
-		`"name"`:                               "one JSON object",
-		`{"name":"x","categoryId":1`:           "one JSON object",
-		`{"name":"x","categoryId":1,}`:         `one JSON object: invalid character '}' at byte 28"`,
-		`{"name":"x" "categoryId":1}`:          `invalid character '\"' at byte 13"`,
-		`{"name":"x","categoryId":1 `:          `unexpected end of JSON input at byte 27"`,
-		`{"name":"x","categoryId":1}{}`:        "one JSON object",
-		`{"name":"x","categoryId":1} x`:        "one JSON object",
-		"\ufeff{}":                             "one JSON object",
-		`{"name":"x","categoryId":01}`:         "one JSON object",
-		`{"name":"x","categoryId":NaN}`:        "one JSON object",
-		`{'name':"x","categoryId":1}`:          "one JSON object",
-		strings.Repeat("[", 20000):             "one JSON object",
-		"{\"name\":\"\xff\",\"categoryId\":1}": "UTF-8",
-		"{\"name\":\"\xed\xa0\x80\",\"categoryId\":1}": "UTF-8",
-		`{}`:                                                         "name is required; categoryId is required",
-		`{"name":null,"categoryId":null}`:                            "name must be a string of 1 to 255 characters, not all white space, without U+0000 or unpaired surrogates; categoryId must be an integer",
-		`{"Name":"x","categoryId":1}`:                                `unknown member \"Name\"; name is required`,
-		`{"name":"x","categoryID":1}`:                                `unknown member \"categoryID\"; categoryId is required`,
-		`{"id":1,"name":"x","categoryId":1}`:                         `unknown member \"id\"`,
-		`{"name":"x","name":"x","categoryId":1}`:                     `\"name\" must be given once`,
+		"":                                       "one JSON object",
+		"null":                                   "one JSON object",
+		`{"name":"x","categoryId":1,}`:           `one JSON object: invalid character '}' at byte 28"`,
+		`{"name":"x" "categoryId":1}`:            `invalid character '\"' at byte 13"`,
+		`{"name":"x","categoryId":1 `:            `unexpected end of JSON input at byte 27"`,
+		`{"name":"x","categoryId":1}{}`:          "one JSON object",
+		"\ufeff{}":                               "one JSON object",
+		"{\"name\":\"\xff\",\"categoryId\":1}":   "UTF-8",
+		`{}`:                                     "name is required; categoryId is required",
+		`{"name":null,"categoryId":null}`:        "name must be a string of 1 to 255 characters, not all white space, without U+0000 or unpaired surrogates; categoryId must be an integer",
+		`{"name":"x","categoryID":1}`:            `unknown member \"categoryID\"; categoryId is required`,
+		`{"name":"x","name":"x","categoryId":1}`: `\"name\" must be given once`,
 		`{"name":"x","n\u0061me":"y","categoryId":1}`:                `\"name\" must be given once`,
-		`{"name":"","categoryId":1}`:                                 "name must be",
 		`{"name":7,"categoryId":1}`:                                  "name must be",
 		"{\"name\":\" \u00a0\u2003\u3000\u0085\",\"categoryId\":1}":  "name must be",
-		`{"name":"\t\n","categoryId":1}`:                             "name must be",
 		`{"name":"a\u0000b","categoryId":1}`:                         "name must be",
 		`{"name":"\uD83D","categoryId":1}`:                           "name must be",
 		`{"name":"\uDC36\uD83D","categoryId":1}`:                     "name must be",
 		`{"name":"\uD83D\uD83D","categoryId":1}`:                     "name must be",
-		`{"name":"\uD83Dx","categoryId":1}`:                          "name must be",
-		`{"name":"\uD83D\n","categoryId":1}`:                         "name must be",
 		`{"name":"` + strings.Repeat("é", 256) + `","categoryId":1}`: "name must be",
-		`{"name":"\uDBFF\uDBFF","categoryId":1}`:                     "name must be",
-		`{"name":"\uDFFF","categoryId":1}`:                           "name must be",
+		`{"name":"\uDC36\uDC36","categoryId":1}`:                     "name must be",
+		`{"name":"\ud83d","categoryId":1}`:                           "name must be",
+		`{"name":nul}`:                                               `invalid character '}' at byte 12`,
+		`{"` + strings.Repeat("x", 99) + `":1}`:                      strings.Repeat("x", 64) + `\"`,
 		`{"name":"\uD800\uE000","categoryId":1}`:                     "name must be",
 		`{"name":["x"],"categoryId":1}`:                              "name must be",
 		`{"name":"x","categoryId":9223372036854775808}`:              "categoryId must be",
-		`{"name":"x","categoryId":-9223372036854775809}`:             "categoryId must be",
 		`{"name":"x","categoryId":"1"}`:                              "categoryId must be",
-		`{"name":"x","categoryId":1.0}`:                              "categoryId must be",
 		`{"name":"x","categoryId":1e2}`:                              "categoryId must be",
-		`{"name":"x","categoryId":-0}`:                               "categoryId must be",
 		`{"name":"x","categoryId":1,"status":null}`:                  "status must be available, pending or sold",
-		`{"name":"x","categoryId":1,"status":""}`:                    "status must be",
-		`{"name":"x","categoryId":1,"status":"SOLD"}`:                "status must be",
 		`{"name":"x","categoryId":1,"status":["sold"]}`:              "status must be",
 		`{"status":1,"name":1,"x":{"name":2},"categoryId":[]}`:       "status must be available, pending or sold; name must be a string of 1 to 255 characters, not all white space, without U+0000 or unpaired surrogates; unknown member \\\"x\\\"; categoryId must be",
 	} {
@@ -730,8 +703,6 @@ func TestContentType(t *testing.T) {
 		"Application/JSON;charset=\"utf-16\"": http.StatusCreated,
 		"application/json; x":                 http.StatusUnsupportedMediaType,
 		"application/jsonp":                   http.StatusUnsupportedMediaType,
-		"application/merge-patch+json":        http.StatusUnsupportedMediaType,
-		"application/x-www-form-urlencoded":   http.StatusUnsupportedMediaType,
 		"":                                    http.StatusUnsupportedMediaType,
 	} {
 		s.want(s.do("POST", "/v1/pets", `{"name":"x","categoryId":1}`, "Content-Type:"+value), status, "")
@@ -752,15 +723,9 @@ func TestGetPet(t *testing.T) {
 		"/v1/pets/1?limit=x&anything":           http.StatusOK,
 		"/v1/pets/2":                            http.StatusNotFound,
 		"/v1/pets/-1":                           http.StatusNotFound,
-		"/v1/pets/-0":                           http.StatusNotFound,
 		"/v1/pets/01":                           http.StatusNotFound,
-		"/v1/pets/+1":                           http.StatusNotFound,
-		"/v1/pets/1.0":                          http.StatusNotFound,
 		"/v1/pets/rex":                          http.StatusNotFound,
-		"/v1/pets/%00":                          http.StatusNotFound,
 		"/v1/pets/1%2F":                         http.StatusNotFound,
-		"/v1/pets/9223372036854775807":          http.StatusNotFound,
-		"/v1/pets/9223372036854775808":          http.StatusNotFound,
 		"/v1/pets/" + strings.Repeat("9", 3000): http.StatusNotFound,
 	} {
 		a := s.do("GET", target, "")
@@ -790,26 +755,16 @@ func TestRouting(t *testing.T) {
 		status         int
 	}{
 		{"GET /", "", http.StatusNotFound},
-		{"GET /v1", "", http.StatusNotFound},
-		{"GET /v1/", "", http.StatusNotFound},
+		{"GET http://x", "", http.StatusNotFound},
 		{"GET /v1/pets/", "", http.StatusNotFound},
 		{"GET //v1/pets", "", http.StatusNotFound},
-		{"GET /v1//pets", "", http.StatusNotFound},
-		{"GET /v1/./pets", "", http.StatusNotFound},
 		{"GET /v1/x/../pets", "", http.StatusNotFound},
 		{"GET /v1/pets/1/", "", http.StatusNotFound},
-		{"GET /v1/pets/1/x", "", http.StatusNotFound},
-		{"GET /V1/pets", "", http.StatusNotFound},
 		{"GET /v1%2Fpets", "", http.StatusNotFound},
-		{"POST /v1/pets/", "", http.StatusNotFound},
-		{"GET /store/orders", "", http.StatusNotFound},
-		{"GET /v1/store/orders", "", http.StatusNotFound},
 		{"GET /openapi.json/", "", http.StatusNotFound},
 		{"DELETE /v1/pets", "GET, HEAD, POST", http.StatusMethodNotAllowed},
-		{"OPTIONS /v1/pets", "GET, HEAD, POST", http.StatusMethodNotAllowed},
 		{"BREW /v1/pets", "GET, HEAD, POST", http.StatusMethodNotAllowed},
 		{"POST /v1/pets/1", "GET, HEAD", http.StatusMethodNotAllowed},
-		{"PUT /v1/pets/rex", "GET, HEAD", http.StatusMethodNotAllowed},
 		{"GET /v1/pets/%2F", "", http.StatusNotFound},
 		{"POST /healthz", "GET, HEAD", http.StatusMethodNotAllowed},
 		{"DELETE /openapi.json", "GET, HEAD", http.StatusMethodNotAllowed},
@@ -935,15 +890,15 @@ func TestLog(t *testing.T) {
 		t.Error(got)
 	}
 	s.sql("ALTER TABLE pets RENAME TO hidden")
-	a := s.do("GET", "/v1/pets", "")
-	s.want(a, http.StatusInternalServerError, "internal error")
-	if got := line(a); !strings.Contains(got, "no such table") || !strings.Contains(got, "level=ERROR") || strings.Contains(a.body, "table") {
-		t.Errorf("log %s, answer %s", got, a.body)
-	}
-	a = s.do("GET", "/healthz", "") // the file is there, but cannot be read
-	s.want(a, http.StatusServiceUnavailable, "unavailable")
-	if got := line(a); !strings.Contains(got, "no such table") || !strings.Contains(got, "level=ERROR") || strings.Contains(a.body, "table") {
-		t.Errorf("log %s, answer %s", got, a.body)
+	s.Handler.(*server).mux.Handle("GET /panic", handlerFunc(func(*call, *http.Request) error { panic("no such table") }))
+	for target, status := range map[string]int{"/v1/pets": http.StatusInternalServerError, "/panic": http.StatusInternalServerError,
+		"/healthz": http.StatusServiceUnavailable} {
+		a := s.do("GET", target, "")
+		got := line(a)
+		if a.status != status || strings.Contains(a.body, "table") || !strings.Contains(got, "level=ERROR") ||
+			!strings.Contains(got, "no such table") || target == "/panic" && !strings.Contains(got, "server_test.go") {
+			t.Errorf("GET %s = %d %s, log %s", target, a.status, a.body, got)
+		}
 	}
 }
 
@@ -967,7 +922,7 @@ func TestLogWriter(t *testing.T) {
 		if lost == nil || !strings.HasSuffix(text.String(), "\nthe end\n") {
 			t.Fatal(text.String())
 		}
-		if n, _ := strconv.Atoi(lost[1]); n+strings.Count(text.String(), "line ") != 5000 {
+		if n, _ := strconv.Atoi(lost[1]); n > 4000 || n+strings.Count(text.String(), "line ") != 5000 {
 			t.Errorf("%d lines are written and %d counted as lost, of 5000", strings.Count(text.String(), "line "), n)
 		}
 	})
@@ -983,20 +938,6 @@ func TestLogWriter(t *testing.T) {
 		pr.Close()
 		time.Sleep(time.Second)
 	})
-}
-
-func TestPanicIsAnInternalErrorForItsRequestAlone(t *testing.T) {
-	t.Parallel()
-	s := newService(t)
-	var log bytes.Buffer
-	srv := s.Handler.(*server)
-	srv.log = slog.New(slog.NewTextHandler(&log, nil))
-	srv.mux.Handle("GET /panic", handlerFunc(func(*call, *http.Request) error { panic("boo") }))
-	s.want(s.do("GET", "/panic", ""), http.StatusInternalServerError, "internal error")
-	if !strings.Contains(log.String(), "boo") || !strings.Contains(log.String(), "server_test.go") {
-		t.Errorf("the log does not tell of the panic: %s", log.String())
-	}
-	s.want(s.do("GET", "/v1/pets", ""), http.StatusOK, "[]")
 }
 
 // TestAnswerHasItsTimeAfterASlowBody has the time to write run out before the body is read.
@@ -1148,13 +1089,18 @@ func TestLimits(t *testing.T) {
 				t.Errorf("a connection that has sent %q is closed after %v, want %v", sent, took, want)
 			}
 		}
-		for _, header := range []string{"Host: x\r\n", withKey + "Content-Type: text/plain\r\n"} {
+		for _, header := range []string{"Host: x\r\n" + lengthAndOn, withKey + "Content-Type: text/plain\r\n" + lengthAndOn, "Host: x\r\nTransfer-Encoding: chunked\r\n\r\n"} {
 			start := time.Now()
-			conn = ln.send("POST /v1/pets HTTP/1.1\r\n" + header + lengthAndOn)
+			conn = ln.send("POST /v1/pets HTTP/1.1\r\n" + header)
 			if a, resp := s.received(conn, "POST"); a.status/100 != 4 || !resp.Close || time.Since(start) > 0 {
 				t.Errorf("without its body %q is answered with %d after %v", header, a.status, time.Since(start))
 			}
 			conn.Close()
+		}
+		conn = ln.send("GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+		time.Sleep(16 * time.Second)
+		if n, _ := io.Copy(io.Discard, conn); n > 0 {
+			t.Errorf("an answer that nobody reads is kept: %d bytes", n)
 		}
 		start := time.Now()
 		conn = ln.send("POST /v1/pets HTTP/1.1\r\n" + withKey + lengthAndOn + `{"name":`)
@@ -1168,29 +1114,15 @@ func TestLimits(t *testing.T) {
 	})
 }
 
-// TestClientThatGoesAway is about requests whose client does not wait for the answer.
+// TestClientThatGoesAway is about requests whose client has left: a create is completed, and to interrupt a read would
+// cost a connection.
 func TestClientThatGoesAway(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
-	unlock := s.lock()
 	ctx, leave := context.WithCancel(t.Context())
-	r := httptest.NewRequestWithContext(ctx, "POST", "/v1/pets", strings.NewReader(`{"name":"Rex","categoryId":7}`))
-	setHeaders(r, []string{"Idempotency-Key: k"})
-	answered := make(chan struct{})
-	go func() {
-		defer close(answered)
-		s.ServeHTTP(httptest.NewRecorder(), r)
-	}()
-	eventually(t, "the create waits", func() bool { return s.waiting() == 1 })
 	leave()
-	unlock()
-	<-answered
-	a := s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`, "Idempotency-Key: k")
-	s.want(a, http.StatusCreated, `"id":1,`)
-	if a.header.Get("Idempotency-Replayed") != "true" {
-		t.Error("the create of the client that left was not completed")
-	}
-	for _, target := range []string{"/v1/pets", "/v1/pets/1", "/healthz"} { // to interrupt a read would cost a connection
+	s.want(s.serve(httptest.NewRequestWithContext(ctx, "POST", "/v1/pets", strings.NewReader(`{"name":"Rex","categoryId":7}`))), http.StatusCreated, "")
+	for _, target := range []string{"/v1/pets", "/v1/pets/1", "/healthz"} {
 		s.want(s.serve(httptest.NewRequestWithContext(ctx, "GET", target, nil)), http.StatusOK, "")
 	}
 }
@@ -1269,20 +1201,13 @@ func TestAnimalsOutliveTheProcess(t *testing.T) {
 	db := filepath.Join(t.TempDir(), "animals.db")
 	t.Run("empty", func(t *testing.T) { openService(t, db) })
 	t.Run("first", func(t *testing.T) {
-		for _, suffix := range []string{"-wal", "-shm"} {
-			if _, err := os.Stat(db + suffix); !errors.Is(err, os.ErrNotExist) {
-				t.Errorf("%s is left behind: %v", suffix, err)
-			}
-		}
 		s := openService(t, db)
 		s.add("Rex", 7, "sold")
 		s.do("POST", "/v1/pets", `{"name":"Tom","categoryId":8}`, "Idempotency-Key: k")
 		s.sql("DELETE FROM pets WHERE id = 2")
 	})
-	for _, suffix := range []string{"-wal", "-shm"} {
-		if _, err := os.Stat(db + suffix); !errors.Is(err, os.ErrNotExist) {
-			t.Errorf("%s is left behind: %v", suffix, err)
-		}
+	if files := snapshot(t, filepath.Dir(db)); strings.Count(files, "\n") != 1 {
+		t.Errorf("there are\n%s", files)
 	}
 	s := openService(t, db)
 	s.want(s.do("GET", "/v1/pets", ""), http.StatusOK, `[{"id":1,"name":"Rex","categoryId":7,"status":"sold"}]`)
@@ -1327,49 +1252,17 @@ func TestWaitingCreatesShareOneCommit(t *testing.T) {
 	}
 }
 
-// TestLockedDatabase is about creates that wait for longer than they may.
-func TestLockedDatabase(t *testing.T) {
-	t.Parallel()
-	s := newService(t)
-	s.add("first", 1, "sold")
-	s.pragma("busy_timeout = 50")
-	unlock := s.lock()
-	defer unlock()
-	for range 2 {
-		s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`), http.StatusServiceUnavailable, "not available")
-	}
-	s.want(s.do("GET", "/v1/pets?limit=1", ""), http.StatusOK, "first")
-	s.want(s.do("GET", "/healthz", ""), http.StatusOK, "ok")
-	unlock()
-	s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`), http.StatusCreated, `"id":2,`)
-}
-
 func TestFullBatch(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
-	s.pragma("busy_timeout = 60000")
-	unlock := s.lock()
-	var refused, stored atomic.Int64
-	var all sync.WaitGroup
-	for range 4096 + 100 {
-		all.Go(func() {
-			_, _, err := s.store.create(caller{}, "", newPet{"Rex", 7, "sold"})
-			switch {
-			case err == nil:
-				stored.Add(1)
-			case errors.Is(err, errUnavailable) && strings.Contains(err.Error(), "creates wait already"):
-				refused.Add(1)
-			default:
-				t.Error(err)
-			}
-		})
+	b := &batch{creations: make([]*creation, 4095), done: make(chan struct{})}
+	close(b.done)
+	s.store.gathering = b
+	if _, _, err := s.store.create(caller{}, "", newPet{"Rex", 7, "sold"}); err != nil { // joins it, and finds it done
+		t.Error(err)
 	}
-	eventually(t, "100 creates are refused", func() bool { return refused.Load() == 100 })
-	unlock()
-	all.Wait()
-	if stored.Load() != 4096 {
-		t.Errorf("%d creates were stored, want 4096", stored.Load())
-	}
+	s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`), http.StatusServiceUnavailable, "unavailable")
+	s.store.gathering = nil
 }
 
 // TestOneInsertFailsAlone has a trigger refuse an animal that is committed together with others.
@@ -1390,16 +1283,22 @@ func TestOneInsertFailsAlone(t *testing.T) {
 	s.want(s.do("POST", "/v1/pets", `{"name":"good","categoryId":7}`, "Idempotency-Key: 3"), http.StatusCreated, "good")
 }
 
-func TestFullDatabase(t *testing.T) {
+// TestDatabaseThatCannotBeWritten is about one that is full, then read-only, then locked for longer than creates may wait.
+func TestDatabaseThatCannotBeWritten(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	s.fill()
 	s.want(s.do("GET", "/v1/pets?limit=1", ""), http.StatusOK, "xxx")
 	s.want(s.do("GET", "/healthz", ""), http.StatusOK, "ok")
 	s.pragma("max_page_count = 1000000")
-	s.pragma("query_only = ON") // now it is read-only instead
+	s.pragma("query_only = ON")
 	s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`), http.StatusServiceUnavailable, "unavailable")
 	s.pragma("query_only = OFF")
+	s.pragma("busy_timeout = 50")
+	unlock := s.lock()
+	s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`), http.StatusServiceUnavailable, "unavailable")
+	s.want(s.do("GET", "/v1/pets?limit=2", ""), http.StatusOK, "xxx")
+	unlock()
 	s.add("Rex", 7, "sold")
 }
 
@@ -1427,6 +1326,9 @@ func TestFailedWriteStoresNothing(t *testing.T) {
 	}
 	p := s.add("Rex", 7, "sold")
 	s.want(s.do("GET", "/v1/pets", ""), http.StatusOK, fmt.Sprintf(`[{"id":%d,"name":"Rex","categoryId":7,"status":"sold"}]`, p.ID))
+	s.add("Tom", 7, "sold")
+	s.store.prepared[listSQL], _ = s.store.readers.Prepare(fmt.Sprintf("SELECT id, name, category_id, iif(id = %d, status, json('{')) FROM pets WHERE id > ? LIMIT ?", p.ID))
+	s.want(s.do("GET", "/v1/pets", ""), http.StatusInternalServerError, "internal") // where the second animal cannot be read
 }
 
 // TestConnectionsToTheDatabase is about settings that show only when the power fails, the database is locked for long,
@@ -1435,10 +1337,13 @@ func TestConnectionsToTheDatabase(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	for pragma, want := range map[string]string{"synchronous": "2", "fullfsync": "1", "journal_mode": "wal",
-		"journal_size_limit": "67108864", "busy_timeout": "5000"} {
+		"journal_size_limit": "67108864", "busy_timeout": "5000", "application_id": "1348826227", "user_version": "1"} {
 		if got := s.pragma(pragma); got != want {
 			t.Errorf("%s is %s, want %s", pragma, got, want)
 		}
+	}
+	if stats := s.store.readers.Stats(); stats.OpenConnections < stats.MaxOpenConnections {
+		t.Errorf("%d connections for reading are open of %d", stats.OpenConnections, stats.MaxOpenConnections)
 	}
 	if _, err := s.store.readers.Exec("DELETE FROM pets"); err == nil {
 		t.Error("a connection for reading can write")
@@ -1568,27 +1473,25 @@ func TestSchemaEnforcesTheRules(t *testing.T) {
 	s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`), http.StatusServiceUnavailable, "")
 }
 
-// TestCacheIsNeverBehindAnAcknowledgedWrite reads what was just written, by URLs that are in the cache.
+// TestCacheIsNeverBehindAnAcknowledgedWrite reads by one URL before a create, while it is committed, and after it.
 func TestCacheIsNeverBehindAnAcknowledgedWrite(t *testing.T) {
-	t.Parallel()
 	s := newService(t)
-	var all sync.WaitGroup
-	for range 8 {
-		all.Go(func() {
-			for range 20 {
-				p := s.add("Rex", 7, "sold")
-				a := s.do("GET", fmt.Sprintf("/v1/pets?after=%d&limit=1", p.ID-1), "")
-				if got := decode[[]pet](t, a); len(got) != 1 || got[0] != p {
-					t.Errorf("animal %d was acknowledged but the list is %v", p.ID, got)
-				}
-				a = s.do("GET", "/v1/pets?limit=100", "")
-				if got := decode[[]pet](t, a); p.ID <= 100 && int64(len(got)) < p.ID {
-					t.Errorf("animal %d was acknowledged but the list ends at %d", p.ID, len(got))
-				}
-			}
-		})
+	list := func() string { return s.do("GET", "/v1/pets", "").body }
+	list()
+	name := fmt.Sprint("meanwhile", rand.Int()) // for good, and in every connection opened later
+	sqlite.MustRegisterScalarFunction(name, 0, func(*sqlite.FunctionContext, []driver.Value) (driver.Value, error) {
+		return list(), nil
+	})
+	s.store.writer.SetMaxIdleConns(0) // a connection has the functions that there are when it is opened
+	s.store.writer.SetMaxIdleConns(1)
+	var err error
+	if s.store.prepared[commitSQL], err = s.store.writer.Prepare("SELECT " + name + "(); COMMIT"); err != nil {
+		t.Fatal(err)
 	}
-	all.Wait()
+	s.store.looked = time.Now().Add(time.Hour) // the watcher must not help
+	if s.add("Rex", 7, "sold"); !strings.Contains(list(), "Rex") {
+		t.Errorf("an acknowledged animal is not in %s", list())
+	}
 }
 
 // TestCacheStaysSmall asks for a page by ever new URLs, which are long as well in a line of the absolute form.
@@ -1656,7 +1559,7 @@ func TestCacheForgetsWhatChangedMeanwhile(t *testing.T) {
 func TestQueriesNeitherScanNorSort(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
-	for query, index := range map[string]string{listSQL: "PRIMARY KEY", getSQL: "PRIMARY KEY", listByStatusSQL: "pets_by_status",
+	for query, index := range map[string]string{listSQL: "PRIMARY KEY", getSQL: "PRIMARY KEY", listByStatusSQL: "COVERING INDEX pets_by_status",
 		findKeySQL: "PRIMARY KEY", purgeSQL: "idempotency_keys_by_age"} {
 		rows, err := s.store.writer.Query("EXPLAIN QUERY PLAN "+query, make([]any, strings.Count(query, "?"))...)
 		if err != nil {
@@ -1692,6 +1595,9 @@ func command(t testing.TB, shell string, args ...string) *exec.Cmd {
 	args = append([]string{"-c", shell, os.Args[0], "-addr", "127.0.0.1:0", "-db", filepath.Join(t.TempDir(), "animals.db")}, args...)
 	cmd := exec.Command("sh", args...)
 	cmd.Env = append(os.Environ(), "ANIMALSTORE_PROCESS=1", "API_KEYS="+testKey)
+	if _, err := cmd.StdinPipe(); err != nil { // see TestMain
+		t.Fatal(err)
+	}
 	return cmd
 }
 
@@ -2005,7 +1911,9 @@ func lookup(env map[string]string) func(string) (string, bool) {
 
 func TestWithoutAKeyOneIsMadeForThisRun(t *testing.T) {
 	t.Parallel()
-	p := startProcess(t, command(t, "unset API_KEYS; LISTEN_PID=1 LISTEN_FDS=1 "+execSelf)) // of another process
+	cmd := command(t, "unset API_KEYS; LISTEN_PID=1 LISTEN_FDS=1 "+execSelf, "-db", ":memory:") // the socket of another process, a name odd to SQLite
+	cmd.Dir = t.TempDir()
+	p := startProcess(t, cmd)
 	key := regexp.MustCompile(`api_key=([A-Z2-7]{26})\n`).FindStringSubmatch(p.lines.String())
 	if key == nil {
 		t.Fatal(p.lines.String())
@@ -2016,8 +1924,12 @@ func TestWithoutAKeyOneIsMadeForThisRun(t *testing.T) {
 	if code, body, err := send(http.DefaultClient, "GET", p.url+"/v1/pets", ""); code != http.StatusUnauthorized {
 		t.Errorf("got %d %s %v", code, body, err)
 	}
-	if status, log := p.stop(syscall.SIGTERM); status != 0 || strings.Count(log, key[1]) != 1 || !strings.Contains(log, "keys=1 ") {
+	if status, log := p.stop(syscall.SIGTERM); status != 0 || strings.Count(log, key[1]) != 1 ||
+		!strings.Contains(log, "database="+filepath.Join(cmd.Dir, ":memory:")+" keys=1 ") {
 		t.Errorf("status %d, log %s", status, log)
+	}
+	if files := snapshot(t, cmd.Dir); !strings.HasPrefix(files, ":memory: ") || strings.Count(files, "\n") != 1 {
+		t.Errorf("there are\n%s", files)
 	}
 }
 
@@ -2043,6 +1955,7 @@ func TestTLS(t *testing.T) {
 	client := ts.Client()
 	transport := client.Transport.(*http.Transport).Clone()
 	transport.TLSClientConfig.ServerName, transport.ForceAttemptHTTP2 = "example.com", true
+	transport.TLSClientConfig.MaxVersion = tls.VersionTLS12
 	r, _ := http.NewRequest("GET", p.url+"/v1/pets", nil)
 	setHeaders(r, nil)
 	resp, err := transport.RoundTrip(r)
@@ -2058,7 +1971,7 @@ func TestTLS(t *testing.T) {
 		conn.Close()
 		t.Error("TLS 1.1 is accepted")
 	}
-	if status, log := p.stop(syscall.SIGTERM); status != 0 || !strings.Contains(log, "unsupported versions") || strings.Contains(log, testKey) {
+	if status, log := p.stop(syscall.SIGTERM); status != 0 || !strings.Contains(log, `level=WARN msg="http: TLS handshake error`) || strings.Contains(log, testKey) {
 		t.Errorf("status %d, log %s", status, log)
 	}
 }
@@ -2096,34 +2009,28 @@ func TestSettings(t *testing.T) {
 		words  string
 	}{
 		{"-colour", "", 2, "not defined: -colour"},
-		{"-limit=1", "", 2, "not defined"},
 		{"serve", "", 2, `unexpected argument "serve"`},
 		{"-db _", "", 2, "-db must not be empty"},
 		{"-backup _", "", 2, "-backup must not be empty"},
-		{"-keys _", "", 2, "-keys must not be empty"},
 		{"-addr _", "", 2, "-addr must not be empty"},
 		{"-addr localhost", "", 2, "HOST:PORT"},
 		{"-addr localhost:65536", "", 2, "HOST:PORT"},
-		{"-addr localhost:", "", 2, "HOST:PORT"},
 		{"-addr :http", "", 2, "the port a number"},
 		{"-tls-cert x", "", 2, "give both or neither"},
 		{"-tls-key x", "", 2, "give both or neither"},
 		{"-tls-cert " + none + " -tls-key " + none, "k", 1, "no such file"},
 		{"-addr " + taken.Addr().String(), "k", 1, "address already in use; choose another with -addr"},
+		{"-addr " + taken.Addr().String(), "LISTEN_FDS=0", 1, "address already in use"},
 		{"-addr :0", "", 1, "set API_KEYS or -keys"},
-		{"-addr 0.0.0.0:0", "", 1, "set API_KEYS or -keys"},
 		{"", "API_KEYS= , ", 1, "API_KEYS is set but contains no key"},
-		{"", "API_KEYS=", 1, "API_KEYS is set but contains no key"},
 		{"", "LISTEN_FDS=2", 1, "one socket"},
 		{"-keys " + none, "k", 1, "no such file"},
-		{"-keys " + dir, "k", 1, "is a directory"},
 		{"-keys " + file("comments", "# none\n\n  \r\n"), "k", 1, "contains no API key"},
 		{"-db " + dir, "k", 1, "is a directory"},
 		{"-db " + none + "/animals.db", "k", 1, "must be able to write this file"},
 		{"-db /proc/animals.db", "k", 1, "must be able to write this file"},
 		{"-db " + none + "/a~b", "k", 1, "/a\\nb"},
 		{"-db ~/a\x00b", "k", 1, "invalid argument"},
-		{"-db /dev/null", "k", 1, "-db"},
 		{"-db " + file("text", "some text"), "k", 1, "not a database of this service"},
 		{"-db " + database("foreign", "CREATE TABLE t (x)"), "k", 1, "not a database of this service"},
 		{"-db " + database("foreign-wal", "PRAGMA journal_mode = WAL; CREATE TABLE t (x)"), "k", 1, "not a database of this service"},
@@ -2133,7 +2040,6 @@ func TestSettings(t *testing.T) {
 		{"-db " + database("fine", schema) + " -backup " + file("exists", ""), "", 1, "exists already"},
 		{"-db " + database("fine", schema) + " -backup " + dangling, "", 1, "exists already"},
 		{"-db " + database("fine", schema) + " -backup " + none + "/copy", "", 1, "no such file"},
-		{"-db " + none + " -backup " + none + "2", "", 1, "no database"},
 	} {
 		var args []string
 		for _, arg := range strings.Fields(c.args) {
@@ -2210,20 +2116,6 @@ func TestOddNamesOfDatabases(t *testing.T) {
 	}
 }
 
-// TestRelativeNameOfADatabase names a file in the current directory as SQLite names a database in memory.
-func TestRelativeNameOfADatabase(t *testing.T) {
-	t.Parallel()
-	cmd := command(t, execSelf, "-db", ":memory:")
-	cmd.Dir = t.TempDir()
-	p := startProcess(t, cmd)
-	if files := snapshot(t, cmd.Dir); !strings.HasPrefix(files, ":memory: ") {
-		t.Errorf("there are %q", files)
-	}
-	if path := "database=" + filepath.Join(cmd.Dir, ":memory:"); !strings.Contains(p.lines.String(), path) {
-		t.Errorf("no %q in %s", path, p.lines.String())
-	}
-}
-
 func TestLoadKeys(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "keys")
@@ -2295,7 +2187,8 @@ func TestBackup(t *testing.T) {
 	dir := t.TempDir()
 	copied := filepath.Join(dir, "copy.db")
 	backup := func() (status int, output string) { // by another process: this one's locks would not hold it off
-		cmd := command(t, "unset API_KEYS; "+execSelf, "-db", s.db, "-backup", copied)
+		cmd := command(t, "unset API_KEYS; "+execSelf, "-db", s.db, "-backup", "copy.db")
+		cmd.Dir = dir
 		out, _ := cmd.CombinedOutput()
 		return cmd.ProcessState.ExitCode(), string(out)
 	}
@@ -2456,53 +2349,43 @@ func FuzzListPets(f *testing.F) {
 	})
 }
 
-// benchmark measures how many requests a second the service answers over TCP to 64 connections.
-func benchmark(b *testing.B, method string, target func(i int64) string, body string) {
-	st, err := openStore(filepath.Join(b.TempDir(), "animals.db"))
-	if err != nil {
-		b.Fatal(err)
+// BenchmarkRequests measures how many requests per second the service answers over TCP.
+func BenchmarkRequests(b *testing.B) {
+	const animal = `{"name":"Rex the dog","categoryId":7,"status":"available"}`
+	for _, c := range []struct {
+		name, method, target, body string // %d stands for a random number up to 100,000
+		connections                int
+	}{
+		{"add, 64 connections", "POST", "/v1/pets", animal, 64},
+		{"add, 1 connection", "POST", "/v1/pets", animal, 1},
+		{"list, first page", "GET", "/v1/pets", "", 32},
+		{"list, first page of a status", "GET", "/v1/pets?status=sold", "", 32},
+		{"fetch, one animal", "GET", "/v1/pets/77", "", 32},
+		{"list, any page", "GET", "/v1/pets?after=%d", "", 32},
+		{"fetch, any animal", "GET", "/v1/pets/%d", "", 32},
+	} {
+		b.Run(c.name, func(b *testing.B) {
+			s := newService(b)
+			s.Handler.(*server).log = slog.New(slog.NewTextHandler(io.Discard, nil))
+			s.sql(`WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 100000)
+				INSERT INTO pets (name, category_id, status) SELECT 'animal number ' || i, i % 50,
+					CASE i % 3 WHEN 0 THEN 'available' WHEN 1 THEN 'pending' ELSE 'sold' END FROM n`)
+			ts := httptest.NewServer(s)
+			defer ts.Close()
+			client := &http.Client{Transport: &http.Transport{MaxConnsPerHost: c.connections, MaxIdleConnsPerHost: c.connections}}
+			defer client.CloseIdleConnections()
+			b.SetParallelism(64 / runtime.GOMAXPROCS(0))
+			b.ReportAllocs()
+			b.ResetTimer()
+			b.RunParallel(func(pb *testing.PB) {
+				for pb.Next() {
+					target := strings.Replace(c.target, "%d", strconv.Itoa(1+rand.Intn(100000)), 1)
+					if status, text, err := send(client, c.method, ts.URL+target, c.body); err != nil || status >= 300 {
+						b.Errorf("%s %s = %d %s, %v", c.method, target, status, text, err)
+					}
+				}
+			})
+			b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "requests/s")
+		})
 	}
-	defer st.close()
-	_, err = st.writer.Exec(`WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 100000)
-		INSERT INTO pets (name, category_id, status) SELECT 'animal number ' || i, i % 50,
-			CASE i % 3 WHEN 0 THEN 'available' WHEN 1 THEN 'pending' ELSE 'sold' END FROM n`)
-	if err != nil {
-		b.Fatal(err)
-	}
-	ts := httptest.NewServer(newServer(st, newKeys(testKey), slog.New(slog.NewTextHandler(io.Discard, nil))))
-	defer ts.Close()
-	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 64}}
-	defer client.CloseIdleConnections()
-	var i atomic.Int64
-	b.SetParallelism(64 / runtime.GOMAXPROCS(0))
-	b.ReportAllocs()
-	b.ResetTimer()
-	b.RunParallel(func(pb *testing.PB) {
-		for pb.Next() {
-			if status, text, err := send(client, method, ts.URL+target(i.Add(1)*7919%100000), body); err != nil || status >= 300 {
-				b.Errorf("%d %s %v", status, text, err)
-			}
-		}
-	})
-	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "requests/s")
-}
-
-func always(target string) func(int64) string { return func(int64) string { return target } }
-
-func BenchmarkListPets(b *testing.B) { benchmark(b, "GET", always("/v1/pets"), "") }
-
-func BenchmarkListPetsByStatus(b *testing.B) { benchmark(b, "GET", always("/v1/pets?status=sold"), "") }
-
-func BenchmarkListPetsAnyPage(b *testing.B) {
-	benchmark(b, "GET", func(i int64) string { return fmt.Sprint("/v1/pets?after=", i) }, "")
-}
-
-func BenchmarkGetPet(b *testing.B) { benchmark(b, "GET", always("/v1/pets/77"), "") }
-
-func BenchmarkGetPetAny(b *testing.B) {
-	benchmark(b, "GET", func(i int64) string { return fmt.Sprint("/v1/pets/", i+1) }, "")
-}
-
-func BenchmarkCreatePet(b *testing.B) {
-	benchmark(b, "POST", always("/v1/pets"), `{"name":"Rex the dog","categoryId":7,"status":"available"}`)
 }
