@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	_ "embed"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -94,6 +95,41 @@ func (s *server) getPet(w *call, r *http.Request) error {
 		return err
 	}
 	return w.sendJSON(http.StatusOK, found)
+}
+
+// healthz tells whether the store can be read.
+func (s *server) healthz(w *call, r *http.Request) error {
+	err := s.store.inPlace()
+	if err == nil {
+		_, _, err = s.store.list(page{limit: 1})
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", errUnavailable, err)
+	}
+	w.send(http.StatusOK, []byte(`{"status":"ok"}`+"\n"))
+	return nil
+}
+
+//go:embed openapi.json
+var openAPI []byte
+
+// sendOpenAPI answers with the description of the interface for programs.
+func sendOpenAPI(w *call, r *http.Request) error {
+	w.send(http.StatusOK, openAPI)
+	return nil
+}
+
+// methodNotAllowed answers a known path whose method is not among those allowed.
+func methodNotAllowed(allowed string) handlerFunc {
+	return func(w *call, r *http.Request) error {
+		w.Header().Set("Allow", allowed)
+		return newError(http.StatusMethodNotAllowed, "the methods here are %s", allowed)
+	}
+}
+
+// notFound answers a path that leads nowhere.
+func notFound(w *call, r *http.Request) error {
+	return newError(http.StatusNotFound, "there is nothing at this path")
 }
 
 // parsePage reads the query of a list, and returns it parsed and understood. It refuses whatever it does not know: a

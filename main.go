@@ -15,7 +15,6 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
-	"runtime"
 	"runtime/debug"
 	"strconv"
 	"strings"
@@ -180,57 +179,6 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 	f := os.NewFile(3, "the socket handed over")
 	defer f.Close()
 	return net.FileListener(f)
-}
-
-// backup writes a copy of the database at path, in a consistent state, to the file target, which must not exist yet.
-// Both paths are absolute. The copy is verified and on disk when it gets that name; if it does not, nothing is left of it.
-func backup(ctx context.Context, path, target string) error {
-	if err := checkFile(path); err != nil {
-		return fmt.Errorf("-db %q: %w", path, err)
-	}
-	if _, err := os.Lstat(target); err == nil {
-		return fmt.Errorf("-backup %q exists already; name a new file", target)
-	}
-	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
-	if err != nil {
-		return fmt.Errorf("-backup: %w", err)
-	}
-	defer os.Remove(temp.Name())
-	defer os.Remove(temp.Name() + "-journal") // which SQLite leaves if the disk is full
-	defer temp.Close()
-	if err := copyDatabase(ctx, path, temp.Name()); err != nil {
-		return err
-	}
-	if err := temp.Sync(); err != nil {
-		return err
-	}
-	if err := os.Link(temp.Name(), target); err != nil { // unlike Rename, this fails if another backup was faster
-		return fmt.Errorf("-backup: %w", err)
-	}
-	dir, err := os.Open(filepath.Dir(target))
-	if err != nil || runtime.GOOS == "windows" { // where a folder cannot be synced
-		return err
-	}
-	defer dir.Close()
-	return dir.Sync()
-}
-
-// copyDatabase writes a copy of the database at path, which others may be using, to the empty file target, and
-// verifies it.
-func copyDatabase(ctx context.Context, path, target string) error {
-	db := openPool(path, "rw", 1)
-	defer db.Close()
-	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", target); err != nil {
-		return fmt.Errorf("copying %q: %w", path, err)
-	}
-	written := openPool(target, "rw", 1) // read-only, integrity_check would leave out the CHECKs
-	defer written.Close()
-	var result string
-	err := written.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result)
-	if err == nil && result != "ok" {
-		err = fmt.Errorf("the copy is damaged, and so may be the database: %s", result)
-	}
-	return err
 }
 
 // logWriter hands log lines to a goroutine that writes them, so that nobody who logs waits for whoever reads the log.

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
-	_ "embed"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -133,39 +132,51 @@ func deprecated(next handlerFunc) handlerFunc {
 	}
 }
 
-// methodNotAllowed answers a known path whose method is not among those allowed.
-func methodNotAllowed(allowed string) handlerFunc {
+// cache holds answers to GET requests, by URL, that were made since the store had the version.
+type cache struct {
+	sync.RWMutex
+	version int64
+	size    int // bytes that answers hold, roughly
+	answers map[string]cachedAnswer
+}
+
+// cachedAnswer is a 200.
+type cachedAnswer struct {
+	link []string // the Link header, nil if there is none
+	body []byte
+}
+
+// maxCache bounds the size of the cache. A full one is emptied: the answers in demand soon return.
+const maxCache = 8 << 20
+
+// cached answers what is in the cache and leaves the rest to next, the answers of which it keeps.
+func (s *server) cached(next handlerFunc) handlerFunc {
 	return func(w *call, r *http.Request) error {
-		w.Header().Set("Allow", allowed)
-		return newError(http.StatusMethodNotAllowed, "the methods here are %s", allowed)
+		url, version := r.URL.RequestURI(), s.store.version() // before next reads the store
+		s.cache.RLock()
+		a, ok := s.cache.answers[url]
+		ok = ok && s.cache.version >= version
+		s.cache.RUnlock()
+		if ok {
+			w.Header()["Link"] = a.link
+			w.send(http.StatusOK, a.body)
+			return nil
+		}
+		if err := next(w, r); err != nil {
+			return err
+		}
+		size := len(url) + len(w.body) + 200 // for the entry itself
+		s.cache.Lock()
+		defer s.cache.Unlock()
+		if s.cache.version < version || s.cache.size+size > maxCache {
+			s.cache.version, s.cache.size, s.cache.answers = max(version, s.cache.version), 0, map[string]cachedAnswer{}
+		}
+		if s.cache.version == version {
+			s.cache.size += size
+			s.cache.answers[strings.Clone(url)] = cachedAnswer{w.Header()["Link"], w.body} // url may be a piece of a long line
+		}
+		return nil
 	}
-}
-
-// notFound answers a path that leads nowhere.
-func notFound(w *call, r *http.Request) error {
-	return newError(http.StatusNotFound, "there is nothing at this path")
-}
-
-//go:embed openapi.json
-var openAPI []byte
-
-// sendOpenAPI answers with the description of the interface for programs.
-func sendOpenAPI(w *call, r *http.Request) error {
-	w.send(http.StatusOK, openAPI)
-	return nil
-}
-
-// healthz tells whether the store can be read.
-func (s *server) healthz(w *call, r *http.Request) error {
-	err := s.store.inPlace()
-	if err == nil {
-		_, _, err = s.store.list(page{limit: 1})
-	}
-	if err != nil {
-		return fmt.Errorf("%w: %w", errUnavailable, err)
-	}
-	w.send(http.StatusOK, []byte(`{"status":"ok"}`+"\n"))
-	return nil
 }
 
 // call is one request on its way: the ResponseWriter of its answer, and what its log line tells.
@@ -286,52 +297,5 @@ func (s *server) drain(srv *http.Server, ln net.Listener) error {
 			srv.Close()
 			return err
 		}
-	}
-}
-
-// cache holds answers to GET requests, by URL, that were made since the store had the version.
-type cache struct {
-	sync.RWMutex
-	version int64
-	size    int // bytes that answers hold, roughly
-	answers map[string]cachedAnswer
-}
-
-// cachedAnswer is a 200.
-type cachedAnswer struct {
-	link []string // the Link header, nil if there is none
-	body []byte
-}
-
-// maxCache bounds the size of the cache. A full one is emptied: the answers in demand soon return.
-const maxCache = 8 << 20
-
-// cached answers what is in the cache and leaves the rest to next, the answers of which it keeps.
-func (s *server) cached(next handlerFunc) handlerFunc {
-	return func(w *call, r *http.Request) error {
-		url, version := r.URL.RequestURI(), s.store.version() // before next reads the store
-		s.cache.RLock()
-		a, ok := s.cache.answers[url]
-		ok = ok && s.cache.version >= version
-		s.cache.RUnlock()
-		if ok {
-			w.Header()["Link"] = a.link
-			w.send(http.StatusOK, a.body)
-			return nil
-		}
-		if err := next(w, r); err != nil {
-			return err
-		}
-		size := len(url) + len(w.body) + 200 // for the entry itself
-		s.cache.Lock()
-		defer s.cache.Unlock()
-		if s.cache.version < version || s.cache.size+size > maxCache {
-			s.cache.version, s.cache.size, s.cache.answers = max(version, s.cache.version), 0, map[string]cachedAnswer{}
-		}
-		if s.cache.version == version {
-			s.cache.size += size
-			s.cache.answers[strings.Clone(url)] = cachedAnswer{w.Header()["Link"], w.body} // url may be a piece of a long line
-		}
-		return nil
 	}
 }
