@@ -26,19 +26,14 @@ import (
 func main() {
 	debug.SetGCPercent(200)        // the heap is a few MiB: let it grow a little more rather than scan it so often
 	signal.Ignore(syscall.SIGPIPE) // otherwise writing to a log whose reader has gone would end the process
-	signals := make(chan os.Signal, 2)
-	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
-	if !signal.Ignored(syscall.SIGHUP) { // under nohup it stays ignored
-		signal.Notify(signals, syscall.SIGHUP)
+	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
+	if !signal.Ignored(syscall.SIGHUP) { // nohup(1) ignores it
+		signals = append(signals, syscall.SIGHUP)
 	}
-	ctx, stop := context.WithCancelCause(context.Background())
-	go func() {
-		stop(fmt.Errorf("%v", <-signals))
-		for first := time.Now(); time.Since(first) < time.Second; {
-			<-signals // signal.Reset would not do: a process that was started with SIGINT ignored would ignore it again.
-		}
-		os.Exit(1)
-	}()
+	ctx, stop := signal.NotifyContext(context.Background(), signals...)
+	// From a second after the first signal, another has its default action: it ends the process at once. One that comes
+	// earlier is part of the first: timeout(1) signals the process and then its group.
+	context.AfterFunc(ctx, func() { time.AfterFunc(time.Second, stop) })
 	os.Exit(run(ctx, os.Args[1:], os.LookupEnv, os.Stdout, os.Stderr))
 }
 

@@ -267,14 +267,17 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 		ErrorLog:                     slog.NewLogLogger(s.log.Handler(), slog.LevelWarn),
 	}
 	drained := make(chan error)
-	context.AfterFunc(ctx, func() { drained <- s.drain(srv, ln) })
+	context.AfterFunc(ctx, func() {
+		s.log.Info("stopping", "cause", context.Cause(ctx))
+		drained <- s.drain(srv, ln)
+	})
 	if err := srv.Serve(ln); ctx.Err() == nil {
 		return err
 	}
 	if err := <-drained; err != nil {
 		s.log.Warn("connections were cut off", "error", err)
 	}
-	s.log.Info("stopped", "signal", context.Cause(ctx))
+	s.log.Info("stopped")
 	return nil
 }
 
