@@ -23,7 +23,7 @@ import (
 const (
 	readHeaderTimeout = 5 * time.Second
 	readTimeout       = 10 * time.Second // of a whole request
-	writeTimeout      = 15 * time.Second // from the end of a request's header to the end of the answer
+	writeTimeout      = 20 * time.Second // from the end of the header to the end of the response: 10 s for the body, 8 s for a create
 	idleTimeout       = 60 * time.Second
 	maxHeader         = 16<<10 - 4<<10 // bytes; net/http allows 4 KiB more, which makes 16 KiB
 

@@ -940,19 +940,6 @@ func TestLogWriter(t *testing.T) {
 	})
 }
 
-// TestAnswerHasItsTimeAfterASlowBody has the time to write run out before the body is read.
-func TestAnswerHasItsTimeAfterASlowBody(t *testing.T) {
-	t.Parallel()
-	s := newService(t)
-	ts := httptest.NewUnstartedServer(s)
-	ts.Config.WriteTimeout = time.Nanosecond
-	ts.Start()
-	defer ts.Close()
-	if status, body, err := send(ts.Client(), "POST", ts.URL+"/v1/pets", `{"name":"Rex","categoryId":7}`); status != http.StatusCreated {
-		t.Errorf("got %d %s %v", status, body, err)
-	}
-}
-
 // pipes is a net.Listener in memory, for a server under a fake clock.
 type pipes struct {
 	conns  chan net.Conn
@@ -1098,7 +1085,7 @@ func TestLimits(t *testing.T) {
 			conn.Close()
 		}
 		conn = ln.send("GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
-		time.Sleep(16 * time.Second)
+		time.Sleep(21 * time.Second)
 		if n, _ := io.Copy(io.Discard, conn); n > 0 {
 			t.Errorf("an answer that nobody reads is kept: %d bytes", n)
 		}
