@@ -266,39 +266,33 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 		DisableGeneralOptionsHandler: true, // OPTIONS * needs a key as all else does
 		ErrorLog:                     slog.NewLogLogger(s.log.Handler(), slog.LevelWarn),
 	}
-	drained := make(chan error)
-	context.AfterFunc(ctx, func() {
-		s.log.Info("stopping", "cause", context.Cause(ctx))
-		drained <- s.drain(srv, ln)
-	})
-	if err := srv.Serve(ln); ctx.Err() == nil {
+	failed := make(chan error, 1)
+	go func() { failed <- srv.Serve(ln) }()
+	select {
+	case err := <-failed:
 		return err
+	case <-ctx.Done():
 	}
-	if err := <-drained; err != nil {
+	s.log.Info("stopping", "cause", context.Cause(ctx))
+	if err := s.drain(srv, ln); err != nil {
 		s.log.Warn("connections were cut off", "error", err)
 	}
 	s.log.Info("stopped")
 	return nil
 }
 
-// drain ends the service of srv on ln. Closing a connection that is kept alive may cut off a request that is just
-// coming in, so clients first have goodbyeTime to close theirs, as each answer tells them to. Then it waits for the
-// requests that are being handled, drainTimeout at most. Connections without one, as strangers have, get cutOffTime.
+// drain stops srv, which serves ln. http.Server.Shutdown alone would close idle connections at once, even if a request is
+// on its way, and would wait as long for a stranger as for a client with a valid key.
 func (s *server) drain(srv *http.Server, ln net.Listener) error {
 	deadline := time.Now().Add(drainTimeout)
 	s.draining.Store(true)
 	ln.Close()
 	time.Sleep(goodbyeTime)
-	for {
-		for s.handling.Load() > 0 && time.Now().Before(deadline) {
-			time.Sleep(5 * time.Millisecond)
-		}
-		ctx, cancel := context.WithTimeout(context.Background(), cutOffTime)
-		err := srv.Shutdown(ctx)
-		cancel()
-		if err == nil || s.handling.Load() == 0 || time.Now().After(deadline) {
-			srv.Close()
-			return err
-		}
+	for s.handling.Load() > 0 && time.Now().Before(deadline) {
+		time.Sleep(5 * time.Millisecond)
 	}
+	ctx, cancel := context.WithTimeout(context.Background(), cutOffTime)
+	defer cancel()
+	defer srv.Close()
+	return srv.Shutdown(ctx)
 }
