@@ -40,12 +40,13 @@ type server struct {
 	mux      *http.ServeMux
 	draining atomic.Bool  // no connection is to be kept alive
 	handling atomic.Int64 // requests with a valid key
-	cache    cache
+	cache    atomic.Pointer[generation]
 }
 
 // newServer returns the service on an open store.
 func newServer(st *store, k keys, log *slog.Logger) *server {
-	s := &server{store: st, keys: k, log: log, mux: http.NewServeMux(), cache: cache{answers: map[string]cachedAnswer{}}}
+	s := &server{store: st, keys: k, log: log, mux: http.NewServeMux()}
+	s.cache.Store(&generation{})
 	handle := func(pattern string, h handlerFunc) { s.mux.Handle(pattern, h) }
 
 	handle("GET /healthz", s.healthz)
@@ -132,49 +133,47 @@ func deprecated(next handlerFunc) handlerFunc {
 	}
 }
 
-// cache holds answers to GET requests, by URL, that were made since the store had the version.
-type cache struct {
-	sync.RWMutex
-	version int64
-	size    int // bytes that answers hold, roughly
-	answers map[string]cachedAnswer
+// generation is the content of the cache: successful responses to GET requests, all made from the same version of the
+// store or a later one.
+type generation struct {
+	version   int64
+	size      atomic.Int64 // bytes that the responses take, roughly
+	responses sync.Map     // from URL to *cachedResponse
 }
 
-// cachedAnswer is a 200.
-type cachedAnswer struct {
+// cachedResponse is a 200.
+type cachedResponse struct {
 	link []string // the Link header, nil if there is none
 	body []byte
 }
 
-// maxCache bounds the size of the cache. A full one is emptied: the answers in demand soon return.
+// maxCache is the size in bytes at which the cache is emptied: what clients request often soon returns.
 const maxCache = 8 << 20
 
-// cached answers what is in the cache and leaves the rest to next, the answers of which it keeps.
+// cached answers from the cache if it can. Otherwise it calls next and keeps the response.
+//
+// The generation is chosen before next reads the store. If the store changes in between, the old response goes into
+// a generation that is no longer used.
 func (s *server) cached(next handlerFunc) handlerFunc {
 	return func(w *call, r *http.Request) error {
-		url, version := r.URL.RequestURI(), s.store.version() // before next reads the store
-		s.cache.RLock()
-		a, ok := s.cache.answers[url]
-		ok = ok && s.cache.version >= version
-		s.cache.RUnlock()
-		if ok {
-			w.Header()["Link"] = a.link
-			w.send(http.StatusOK, a.body)
+		url, version := r.URL.RequestURI(), s.store.version()
+		g := s.cache.Load()
+		if g.version < version || g.size.Load() > maxCache {
+			g = &generation{version: version}
+			s.cache.Store(g)
+		}
+		if v, ok := g.responses.Load(url); ok {
+			response := v.(*cachedResponse)
+			w.Header()["Link"] = response.link
+			w.send(http.StatusOK, response.body)
 			return nil
 		}
 		if err := next(w, r); err != nil {
 			return err
 		}
-		size := len(url) + len(w.body) + 200 // for the entry itself
-		s.cache.Lock()
-		defer s.cache.Unlock()
-		if s.cache.version < version || s.cache.size+size > maxCache {
-			s.cache.version, s.cache.size, s.cache.answers = max(version, s.cache.version), 0, map[string]cachedAnswer{}
-		}
-		if s.cache.version == version {
-			s.cache.size += size
-			s.cache.answers[strings.Clone(url)] = cachedAnswer{w.Header()["Link"], w.body} // url may be a piece of a long line
-		}
+		g.size.Add(int64(len(url) + len(w.body) + 300)) // 300 for the entry itself
+		// The URL may be part of a longer string, which would stay in memory with it.
+		g.responses.Store(strings.Clone(url), &cachedResponse{w.Header()["Link"], w.body})
 		return nil
 	}
 }
