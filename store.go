@@ -327,7 +327,6 @@ func (s *store) write(b *batch) {
 // whoever comes while the database is locked is stored, or refused, with the rest.
 func (s *store) begin() error {
 	defer func() {
-		runtime.Gosched() // whoever is about to join may as well share this wait for the disk
 		s.joining.Lock()
 		s.gathering = nil
 		s.joining.Unlock()
