@@ -44,6 +44,8 @@ func toAPIError(err error) *apiError {
 		return e
 	}
 	switch {
+	case errors.Is(err, errNotFound):
+		return newError(http.StatusNotFound, "there is no animal with this id")
 	case errors.Is(err, errKeyReused):
 		return newError(http.StatusUnprocessableEntity, "this Idempotency-Key was used for another animal")
 	case errors.Is(err, errUnavailable):

@@ -53,7 +53,10 @@ func (s *server) listPets(w *call, r *http.Request) error {
 
 // createPet answers POST /v1/pets: it stores the animal in the body and returns it with its id.
 func (s *server) createPet(w *call, r *http.Request) error {
-	key, err := checkHeader(r.Header)
+	if err := checkContentType(r.Header["Content-Type"]); err != nil {
+		return err
+	}
+	key, err := idempotencyKey(r.Header["Idempotency-Key"])
 	if err != nil {
 		return err
 	}
@@ -79,15 +82,11 @@ func (s *server) createPet(w *call, r *http.Request) error {
 
 // getPet answers GET /v1/pets/{petId}: the animal with that id.
 func (s *server) getPet(w *call, r *http.Request) error {
-	petID := r.PathValue("petId")
-	id, ok := parseInt(petID)
+	id, ok := parseInt(r.PathValue("petId"))
 	if !ok {
-		return newError(http.StatusNotFound, "animal %.64q does not exist: an id is an integer", petID)
+		return errNotFound
 	}
 	found, err := s.store.get(id)
-	if errors.Is(err, errNotFound) {
-		return newError(http.StatusNotFound, "animal %d does not exist", id)
-	}
 	if err != nil {
 		return err
 	}
@@ -143,15 +142,18 @@ func parsePage(rawQuery string) (url.Values, page, error) {
 		n, isInt := parseInt(value)
 		switch name {
 		case "limit":
-			if p.limit = int(n); !isInt || n < 1 || n > maxLimit {
+			p.limit = int(n)
+			if !isInt || n < 1 || n > maxLimit {
 				f.add("limit must be an integer from 1 to %d", maxLimit)
 			}
 		case "status":
-			if p.status = value; !slices.Contains(petStatuses, value) {
+			p.status = value
+			if !slices.Contains(petStatuses, value) {
 				f.add(statusRule)
 			}
 		case "after":
-			if p.after = n; !isInt || n < 0 {
+			p.after = n
+			if !isInt || n < 0 {
 				f.add("after must be an integer from 0 to 9223372036854775807, the last id of the page before")
 			}
 		default:
@@ -171,24 +173,29 @@ func parseInt(s string) (int64, bool) {
 	return n, err == nil && strconv.FormatInt(n, 10) == s
 }
 
-// checkHeader returns the Idempotency-Key of a create, or "" if it has none. It refuses a Content-Type, if there is
-// one, other than application/json.
-func checkHeader(header http.Header) (key string, err error) {
-	if types := header["Content-Type"]; types != nil {
-		mediaType, _, err := mime.ParseMediaType(types[0])
-		if err != nil || mediaType != "application/json" || len(types) > 1 {
-			return "", newError(http.StatusUnsupportedMediaType, "Content-Type must be application/json, not %.64q", strings.Join(types, ", "))
-		}
+// checkContentType refuses a Content-Type other than application/json. There may be none.
+func checkContentType(values []string) error {
+	if values == nil {
+		return nil
 	}
-	keys := header["Idempotency-Key"]
-	if keys == nil {
+	mediaType, _, err := mime.ParseMediaType(values[0])
+	if err != nil || mediaType != "application/json" || len(values) > 1 {
+		return newError(http.StatusUnsupportedMediaType, "Content-Type must be application/json, not %.64q", strings.Join(values, ", "))
+	}
+	return nil
+}
+
+// idempotencyKey returns the value of the Idempotency-Key header, or "" if there is none.
+func idempotencyKey(values []string) (string, error) {
+	if values == nil {
 		return "", nil
 	}
-	invisible := strings.ContainsFunc(keys[0], func(r rune) bool { return r < '!' || r > '~' })
-	if len(keys) > 1 || keys[0] == "" || len(keys[0]) > maxKey || invisible {
+	key := values[0]
+	invisible := strings.ContainsFunc(key, func(r rune) bool { return r < '!' || r > '~' })
+	if len(values) > 1 || key == "" || len(key) > maxKey || invisible {
 		return "", newError(http.StatusBadRequest, "Idempotency-Key must be given once, as 1 to %d visible ASCII characters", maxKey)
 	}
-	return keys[0], nil
+	return key, nil
 }
 
 // readBody returns the request's body, of maxBody bytes at most.
@@ -211,31 +218,31 @@ func readBody(w *call, r *http.Request) ([]byte, error) {
 // members in another case, repeated ones and null, and replace what is not Unicode.
 func parseNewPet(body []byte) (newPet, error) {
 	p := newPet{Status: "available"}
-	var f faults
-	if fault := notAnObject(body); fault != "" {
-		f.add("%s", fault)
-		return p, f.err()
+	if err := checkObject(body); err != nil {
+		return p, err
 	}
+	var f faults
 	seen := map[string]bool{}
-	parts := split(body)
-	for i := 1; i < len(parts); i += 2 {
-		name, value, ok := unquote(parts[i-1]), parts[i], true
+	for _, m := range split(body) {
+		name := unquote(m.name)
 		if seen[name] {
 			f.add("%.64q must be given once", name)
 			continue
 		}
 		seen[name] = true
+		var ok bool
 		switch name {
 		case "name":
-			if p.Name, ok = parseName(value); !ok {
+			if p.Name, ok = parseName(m.value); !ok {
 				f.add("name must be a string of 1 to %d characters, not all white space, without U+0000 or unpaired surrogates", maxName)
 			}
 		case "categoryId":
-			if p.CategoryID, ok = parseInt(string(value)); !ok {
+			if p.CategoryID, ok = parseInt(string(m.value)); !ok {
 				f.add("categoryId must be an integer from -9223372036854775808 to 9223372036854775807, with no fraction, exponent or quotes")
 			}
 		case "status":
-			if p.Status = unquote(value); !slices.Contains(petStatuses, p.Status) {
+			p.Status = unquote(m.value)
+			if !slices.Contains(petStatuses, p.Status) {
 				f.add(statusRule)
 			}
 		default:
@@ -250,52 +257,58 @@ func parseNewPet(body []byte) (newPet, error) {
 	return p, f.err()
 }
 
-// syntaxContext matches what encoding/json adds to the character at fault; its offset is more useful.
-var syntaxContext = regexp.MustCompile(`' (looking|in|after) .*`)
-
-// notAnObject returns what keeps body from being one JSON object in UTF-8, or "".
-func notAnObject(body []byte) string {
+// checkObject returns an error unless body is one JSON object in UTF-8.
+func checkObject(body []byte) error {
 	if !utf8.Valid(body) {
-		return "the body must be UTF-8"
+		return newError(http.StatusBadRequest, "the body must be UTF-8")
 	}
 	if !json.Valid(body) {
 		syntax, _ := errors.AsType[*json.SyntaxError](json.Unmarshal(body, new(any)))
-		what := syntaxContext.ReplaceAllString(syntax.Error(), "'")
-		return fmt.Sprintf("the body must be one JSON object: %s at byte %d", what, syntax.Offset)
+		return newError(http.StatusBadRequest, "the body must be one JSON object: %v, at byte %d", syntax, syntax.Offset)
 	}
 	if bytes.TrimSpace(body)[0] != '{' {
-		return "the body must be one JSON object"
+		return newError(http.StatusBadRequest, "the body must be one JSON object")
 	}
-	return ""
+	return nil
 }
 
-// split returns the names and the values of the members of a JSON object, by turns, as raw JSON. The
-// object must be valid JSON. A json.Decoder would do the same at several times the cost: a tenth of a create.
-func split(object []byte) (parts [][]byte) {
+// member is a member of a JSON object. Its name and its value are raw JSON.
+type member struct{ name, value []byte }
+
+// split returns the members of a JSON object, which must be valid. A json.Decoder could do the same, but would add a
+// tenth to the CPU time of a create.
+func split(object []byte) (members []member) {
+	var name []byte
 	start, depth := 0, 0
 	for i := 0; i < len(object); i++ {
 		switch object[i] {
-		case '"':
+		case '"': // skip the string
 			for i++; object[i] != '"'; i++ {
 				if object[i] == '\\' {
 					i++
 				}
 			}
 		case '{', '[':
-			if depth++; depth == 1 {
-				start = i + 1
-			}
-		case ':', ',', '}', ']':
+			depth++
 			if depth == 1 {
-				parts = append(parts, bytes.TrimSpace(object[start:i]))
 				start = i + 1
 			}
-			if object[i] == '}' || object[i] == ']' {
+		case ':':
+			if depth == 1 {
+				name = bytes.TrimSpace(object[start:i])
+				start = i + 1
+			}
+		case ',', '}', ']':
+			if depth == 1 && name != nil { // nil in an empty object
+				members = append(members, member{name, bytes.TrimSpace(object[start:i])})
+				start = i + 1
+			}
+			if object[i] != ',' {
 				depth--
 			}
 		}
 	}
-	return parts
+	return members
 }
 
 // unquote returns what a JSON string, which must be valid, stands for, and "" for another value.

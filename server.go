@@ -25,7 +25,7 @@ const (
 	readTimeout       = 10 * time.Second // of a whole request
 	writeTimeout      = 20 * time.Second // from the end of the header to the end of the response: 10 s for the body, 8 s for a create
 	idleTimeout       = 60 * time.Second
-	maxHeader         = 16<<10 - 4<<10 // bytes; net/http allows 4 KiB more, which makes 16 KiB
+	maxHeader         = 12 << 10 // bytes; net/http allows 4 KiB more, which makes 16 KiB
 
 	goodbyeTime  = 250 * time.Millisecond // on a stop, for clients to close the connections that they keep alive
 	drainTimeout = 10 * time.Second       // for the requests that are being handled then
