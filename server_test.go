@@ -1400,8 +1400,7 @@ func TestReplacedDatabaseIsNotDamaged(t *testing.T) {
 	}
 }
 
-// TestEditFromOutsideShows is about what the sqlite3 program, say, does to the database of a running service: it
-// shows within a second.
+// TestEditFromOutsideShows edits the database as the sqlite3 program would, and then sends many requests at once.
 func TestEditFromOutsideShows(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -1413,9 +1412,13 @@ func TestEditFromOutsideShows(t *testing.T) {
 			s.do("GET", "/v1/pets/1", "")
 			s.sql("UPDATE pets SET name = ?", name)
 			time.Sleep(time.Second)
-			for _, target := range []string{"/v1/pets", "/v1/pets/1"} {
-				s.want(s.do("GET", target, ""), http.StatusOK, name)
+			var all sync.WaitGroup
+			for i := range 64 {
+				all.Go(func() {
+					s.want(s.do("GET", []string{"/v1/pets", "/v1/pets/1"}[i%2], ""), http.StatusOK, name)
+				})
 			}
+			all.Wait()
 		}
 	})
 }
@@ -1475,7 +1478,8 @@ func TestCacheIsNeverBehindAnAcknowledgedWrite(t *testing.T) {
 	if s.store.prepared[commitSQL], err = s.store.writer.Prepare("SELECT " + name + "(); COMMIT"); err != nil {
 		t.Fatal(err)
 	}
-	s.store.looked = time.Now().Add(time.Hour) // the watcher must not help
+	later := time.Now().Add(time.Hour)
+	s.store.looked.Store(&later) // the watcher must not help
 	if s.add("Rex", 7, "sold"); !strings.Contains(list(), "Rex") {
 		t.Errorf("an acknowledged animal is not in %s", list())
 	}

@@ -145,10 +145,10 @@ type store struct {
 	joining   sync.Mutex
 	gathering *batch // what a creation joins, nil if there is none; joining guards it
 
-	watcher *sql.DB    // of one connection, which notices what all others commit
-	looking sync.Mutex // guards what it saw last, and when
-	seen    int64
-	looked  time.Time
+	watcher *sql.DB                   // of one connection, which notices what all others commit
+	looking sync.Mutex                // held during a look
+	seen    int64                     // the result of the last look; looking guards it
+	looked  atomic.Pointer[time.Time] // when the last look ended
 }
 
 // openStore opens the database file at path, an absolute one, and creates it if it does not exist or is empty. It leaves
@@ -164,6 +164,7 @@ func openStore(path string) (*store, error) {
 		prepared: map[string]*sql.Stmt{},
 		watcher:  openPool(path, "ro", 1),
 	}
+	s.looked.Store(new(time.Time))
 	if err := s.open(); err != nil {
 		s.close()
 		if code := sqliteCode(err); code == sqlite3.SQLITE_CANTOPEN || code == sqlite3.SQLITE_READONLY {
@@ -386,21 +387,31 @@ func (s *store) inPlace() error {
 	return nil
 }
 
-// version returns a number that grows with every change: those of this process before they are acknowledged, those of
-// other programs within watchInterval. On an error it assumes a change.
+// version returns a number that grows with every commit: of this process, before it is acknowledged; of another
+// program, within watchInterval.
 func (s *store) version() int64 {
-	if s.looking.TryLock() {
-		defer s.looking.Unlock()
-		if time.Since(s.looked) >= watchInterval {
-			var seen int64
-			err := s.watcher.QueryRow("PRAGMA data_version").Scan(&seen)
-			if err != nil || seen != s.seen {
-				s.changes.Add(1)
-			}
-			s.seen, s.looked = seen, time.Now()
-		}
+	if time.Since(*s.looked.Load()) >= watchInterval {
+		s.look()
 	}
 	return s.changes.Load()
+}
+
+// look adds to changes if another connection has committed since the last look, or if it cannot tell. Only one
+// goroutine looks at a time; the others wait for its result.
+func (s *store) look() {
+	s.looking.Lock()
+	defer s.looking.Unlock()
+	if time.Since(*s.looked.Load()) < watchInterval { // another goroutine has just looked
+		return
+	}
+	var seen int64
+	err := s.watcher.QueryRow("PRAGMA data_version").Scan(&seen)
+	if err != nil || seen != s.seen {
+		s.changes.Add(1)
+	}
+	now := time.Now()
+	s.seen = seen
+	s.looked.Store(&now)
 }
 
 var (
