@@ -6,6 +6,7 @@ import (
 	"crypto/rand"
 	"encoding/json"
 	"fmt"
+	"io"
 	"log/slog"
 	"maps"
 	"net"
@@ -25,7 +26,8 @@ const (
 	readTimeout       = 10 * time.Second // of a whole request
 	writeTimeout      = 20 * time.Second // from the end of the header to the end of the response: 10 s for the body, 8 s for a create
 	idleTimeout       = 60 * time.Second
-	maxHeader         = 12 << 10 // bytes; net/http allows 4 KiB more, which makes 16 KiB
+	maxHeader         = 12 << 10  // bytes; net/http allows 4 KiB more, which makes 16 KiB
+	maxUnread         = 256 << 10 // bytes of a body that are read and dropped after an early response
 
 	goodbyeTime  = 250 * time.Millisecond // on a stop, for clients to close the connections that they keep alive
 	drainTimeout = 10 * time.Second       // for the requests that are being handled then
@@ -76,6 +78,12 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	r.Header = nil // can hold many times what was sent, and net/http keeps r until the body has arrived
 	c.log(r, start)
+	if c.unread {
+		// If the client does not keep its connection, net/http would close it with the rest of the body unread. That resets
+		// the connection, and the response may be lost.
+		http.NewResponseController(w).Flush()
+		io.CopyN(io.Discard, r.Body, maxUnread)
+	}
 }
 
 // What each answer, and each answer of the deprecated operation, says of itself.

@@ -1076,11 +1076,29 @@ func TestLimits(t *testing.T) {
 				t.Errorf("a connection that has sent %q is closed after %v, want %v", sent, took, want)
 			}
 		}
-		for _, header := range []string{"Host: x\r\n" + lengthAndOn, withKey + "Content-Type: text/plain\r\n" + lengthAndOn, "Host: x\r\nTransfer-Encoding: chunked\r\n\r\n"} {
+		for header, body := range map[string]string{
+			"Host: x\r\n" + lengthAndOn:                                    strings.Repeat("x", 29),
+			"Host: x\r\nConnection: close\r\n" + lengthAndOn:               strings.Repeat("x", 29),
+			"Host: x\r\nTransfer-Encoding: chunked\r\n\r\n":                "1\r\nx\r\n0\r\n\r\n",
+			withKey + "Content-Type: text/plain\r\n" + lengthAndOn:         strings.Repeat("x", 29),
+			withKey + "Connection: close\r\nContent-Length: 70000\r\n\r\n": strings.Repeat("x", 70000), // read in part
+			"Host: x\r\nContent-Length: 1000000\r\n\r\n":                   strings.Repeat("x", 1000000),
+		} {
 			start := time.Now()
 			conn = ln.send("POST /v1/pets HTTP/1.1\r\n" + header)
+			sent := make(chan error)
+			go func() {
+				if len(body) < 100 {
+					time.Sleep(time.Second)
+				}
+				_, err := io.WriteString(conn, body)
+				sent <- err
+			}()
 			if a, resp := s.received(conn, "POST"); a.status/100 != 4 || !resp.Close || time.Since(start) > 0 {
-				t.Errorf("without its body %q is answered with %d after %v", header, a.status, time.Since(start))
+				t.Errorf("%q is answered with %d after %v", header, a.status, time.Since(start))
+			}
+			if err := <-sent; (err == nil) != (len(body) < 256<<10) {
+				t.Errorf("sending the body after the answer to %q: %v", header, err)
 			}
 			conn.Close()
 		}
