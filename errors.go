@@ -37,19 +37,17 @@ func newError(status int, format string, args ...any) *apiError {
 	return &apiError{Code: errorCodes[status], Message: fmt.Sprintf(format, args...), Status: status}
 }
 
-// toAPIError returns what the client may know of err: all of an apiError, the meaning of the store's
-// errors, and nothing of any other.
+// Errors of the store's methods that callers tell apart, with errors.Is. After errUnavailable nothing is stored.
+var (
+	errNotFound    = newError(http.StatusNotFound, "there is no animal with this id")
+	errKeyReused   = newError(http.StatusUnprocessableEntity, "this Idempotency-Key was used for another animal")
+	errUnavailable = newError(http.StatusServiceUnavailable, "the store is not available; try again")
+)
+
+// toAPIError returns the apiError in err, or one that only says that there is an internal error.
 func toAPIError(err error) *apiError {
 	if e, ok := errors.AsType[*apiError](err); ok {
 		return e
-	}
-	switch {
-	case errors.Is(err, errNotFound):
-		return newError(http.StatusNotFound, "there is no animal with this id")
-	case errors.Is(err, errKeyReused):
-		return newError(http.StatusUnprocessableEntity, "this Idempotency-Key was used for another animal")
-	case errors.Is(err, errUnavailable):
-		return newError(http.StatusServiceUnavailable, "the store is not available; try again")
 	}
 	return newError(http.StatusInternalServerError, "internal error")
 }

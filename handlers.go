@@ -35,7 +35,7 @@ const statusRule = "status must be available, pending or sold"
 
 // listPets answers GET /v1/pets: the animals that the query asks for, with a Link to the next page if there
 // is one (RFC 8288).
-func (s *server) listPets(w *call, r *http.Request) error {
+func (s *server) listPets(c *call, r *http.Request) error {
 	query, page, err := parsePage(r.URL.RawQuery)
 	if err != nil {
 		return err
@@ -46,13 +46,13 @@ func (s *server) listPets(w *call, r *http.Request) error {
 	}
 	if more {
 		query.Set("after", strconv.FormatInt(pets[len(pets)-1].ID, 10))
-		w.Header().Set("Link", "</v1/pets?"+query.Encode()+`>; rel="next"`)
+		c.Header().Set("Link", "</v1/pets?"+query.Encode()+`>; rel="next"`)
 	}
-	return w.sendJSON(http.StatusOK, pets)
+	return c.sendJSON(http.StatusOK, pets)
 }
 
 // createPet answers POST /v1/pets: it stores the animal in the body and returns it with its id.
-func (s *server) createPet(w *call, r *http.Request) error {
+func (s *server) createPet(c *call, r *http.Request) error {
 	if err := checkContentType(r.Header["Content-Type"]); err != nil {
 		return err
 	}
@@ -61,7 +61,7 @@ func (s *server) createPet(w *call, r *http.Request) error {
 		return err
 	}
 	r.Header = nil // see ServeHTTP
-	body, err := readBody(w, r)
+	body, err := readBody(c, r)
 	if err != nil {
 		return err
 	}
@@ -69,19 +69,19 @@ func (s *server) createPet(w *call, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	created, replayed, err := s.store.create(w.caller, key, animal)
+	created, replayed, err := s.store.create(c.caller, key, animal)
 	if err != nil {
 		return err
 	}
-	w.Header().Set("Location", "/v1/pets/"+strconv.FormatInt(created.ID, 10))
+	c.Header().Set("Location", "/v1/pets/"+strconv.FormatInt(created.ID, 10))
 	if replayed {
-		w.Header().Set("Idempotency-Replayed", "true")
+		c.Header().Set("Idempotency-Replayed", "true")
 	}
-	return w.sendJSON(http.StatusCreated, created)
+	return c.sendJSON(http.StatusCreated, created)
 }
 
 // getPet answers GET /v1/pets/{petId}: the animal with that id.
-func (s *server) getPet(w *call, r *http.Request) error {
+func (s *server) getPet(c *call, r *http.Request) error {
 	id, ok := parseInt(r.PathValue("petId"))
 	if !ok {
 		return errNotFound
@@ -90,11 +90,11 @@ func (s *server) getPet(w *call, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	return w.sendJSON(http.StatusOK, found)
+	return c.sendJSON(http.StatusOK, found)
 }
 
 // healthz tells whether the store can be read.
-func (s *server) healthz(w *call, r *http.Request) error {
+func (s *server) healthz(c *call, r *http.Request) error {
 	err := s.store.inPlace()
 	if err == nil {
 		_, _, err = s.store.list(page{limit: 1})
@@ -102,7 +102,7 @@ func (s *server) healthz(w *call, r *http.Request) error {
 	if err != nil {
 		return fmt.Errorf("%w: %w", errUnavailable, err)
 	}
-	w.send(http.StatusOK, []byte(`{"status":"ok"}`+"\n"))
+	c.send(http.StatusOK, []byte(`{"status":"ok"}`+"\n"))
 	return nil
 }
 
@@ -110,21 +110,21 @@ func (s *server) healthz(w *call, r *http.Request) error {
 var openAPI []byte
 
 // sendOpenAPI answers with the description of the interface for programs.
-func sendOpenAPI(w *call, r *http.Request) error {
-	w.send(http.StatusOK, openAPI)
+func sendOpenAPI(c *call, r *http.Request) error {
+	c.send(http.StatusOK, openAPI)
 	return nil
 }
 
 // methodNotAllowed answers a known path whose method is not among those allowed.
-func methodNotAllowed(allowed string) handlerFunc {
-	return func(w *call, r *http.Request) error {
-		w.Header().Set("Allow", allowed)
+func methodNotAllowed(allowed string) handler {
+	return func(c *call, r *http.Request) error {
+		c.Header().Set("Allow", allowed)
 		return newError(http.StatusMethodNotAllowed, "the methods here are %s", allowed)
 	}
 }
 
 // notFound answers a path that leads nowhere.
-func notFound(w *call, r *http.Request) error {
+func notFound(c *call, r *http.Request) error {
 	return newError(http.StatusNotFound, "there is nothing at this path")
 }
 
@@ -140,22 +140,19 @@ func parsePage(rawQuery string) (url.Values, page, error) {
 	for _, name := range slices.Sorted(maps.Keys(query)) {
 		value := query[name][0]
 		n, isInt := parseInt(value)
-		switch name {
-		case "limit":
+		switch {
+		case name == "limit" && isInt && n >= 1 && n <= maxLimit:
 			p.limit = int(n)
-			if !isInt || n < 1 || n > maxLimit {
-				f.add("limit must be an integer from 1 to %d", maxLimit)
-			}
-		case "status":
+		case name == "limit":
+			f.add("limit must be an integer from 1 to %d", maxLimit)
+		case name == "status" && slices.Contains(petStatuses, value):
 			p.status = value
-			if !slices.Contains(petStatuses, value) {
-				f.add(statusRule)
-			}
-		case "after":
+		case name == "status":
+			f.add(statusRule)
+		case name == "after" && isInt && n >= 0:
 			p.after = n
-			if !isInt || n < 0 {
-				f.add("after must be an integer from 0 to 9223372036854775807, the last id of the page before")
-			}
+		case name == "after":
+			f.add("after must be an integer from 0 to 9223372036854775807, the last id of the page before")
 		default:
 			f.add("unknown parameter %.64q", name)
 			continue
@@ -175,12 +172,11 @@ func parseInt(s string) (int64, bool) {
 
 // checkContentType refuses a Content-Type other than application/json. There may be none.
 func checkContentType(values []string) error {
-	if values == nil {
-		return nil
-	}
-	mediaType, _, err := mime.ParseMediaType(values[0])
-	if err != nil || mediaType != "application/json" || len(values) > 1 {
-		return newError(http.StatusUnsupportedMediaType, "Content-Type must be application/json, not %.64q", strings.Join(values, ", "))
+	for _, value := range values {
+		mediaType, _, err := mime.ParseMediaType(value)
+		if err != nil || mediaType != "application/json" || len(values) > 1 {
+			return newError(http.StatusUnsupportedMediaType, "Content-Type must be application/json, not %.64q", strings.Join(values, ", "))
+		}
 	}
 	return nil
 }
@@ -199,8 +195,8 @@ func idempotencyKey(values []string) (string, error) {
 }
 
 // readBody returns the request's body, of maxBody bytes at most.
-func readBody(w *call, r *http.Request) ([]byte, error) {
-	body, err := io.ReadAll(http.MaxBytesReader(w.ResponseWriter, r.Body, maxBody))
+func readBody(c *call, r *http.Request) ([]byte, error) {
+	body, err := io.ReadAll(http.MaxBytesReader(c.ResponseWriter, r.Body, maxBody))
 	_, tooLarge := errors.AsType[*http.MaxBytesError](err)
 	switch {
 	case tooLarge:
@@ -210,7 +206,7 @@ func readBody(w *call, r *http.Request) ([]byte, error) {
 	case err != nil:
 		return nil, newError(http.StatusBadRequest, "the request body could not be read to its end")
 	}
-	w.unread = false
+	c.unread = false
 	return body, nil
 }
 
@@ -223,8 +219,9 @@ func parseNewPet(body []byte) (newPet, error) {
 	}
 	var f faults
 	seen := map[string]bool{}
-	for _, m := range split(body) {
-		name := unquote(m.name)
+	parts := split(body)
+	for i := 0; i+1 < len(parts); i += 2 {
+		name, value := unquote(parts[i]), parts[i+1]
 		if seen[name] {
 			f.add("%.64q must be given once", name)
 			continue
@@ -233,15 +230,15 @@ func parseNewPet(body []byte) (newPet, error) {
 		var ok bool
 		switch name {
 		case "name":
-			if p.Name, ok = parseName(m.value); !ok {
+			if p.Name, ok = parseName(value); !ok {
 				f.add("name must be a string of 1 to %d characters, not all white space, without U+0000 or unpaired surrogates", maxName)
 			}
 		case "categoryId":
-			if p.CategoryID, ok = parseInt(string(m.value)); !ok {
+			if p.CategoryID, ok = parseInt(string(value)); !ok {
 				f.add("categoryId must be an integer from -9223372036854775808 to 9223372036854775807, with no fraction, exponent or quotes")
 			}
 		case "status":
-			p.Status = unquote(m.value)
+			p.Status = unquote(value)
 			if !slices.Contains(petStatuses, p.Status) {
 				f.add(statusRule)
 			}
@@ -272,13 +269,9 @@ func checkObject(body []byte) error {
 	return nil
 }
 
-// member is a member of a JSON object. Its name and its value are raw JSON.
-type member struct{ name, value []byte }
-
-// split returns the members of a JSON object, which must be valid. A json.Decoder could do the same, but would add a
-// tenth to the CPU time of a create.
-func split(object []byte) (members []member) {
-	var name []byte
+// split returns the names and the values of the members of a JSON object in turn, as raw JSON, or one empty part for an
+// empty object. The object must be valid. A json.Decoder would add a tenth to the CPU time of a create.
+func split(object []byte) (parts [][]byte) {
 	start, depth := 0, 0
 	for i := 0; i < len(object); i++ {
 		switch object[i] {
@@ -293,22 +286,17 @@ func split(object []byte) (members []member) {
 			if depth == 1 {
 				start = i + 1
 			}
-		case ':':
+		case ':', ',', '}', ']':
 			if depth == 1 {
-				name = bytes.TrimSpace(object[start:i])
+				parts = append(parts, bytes.TrimSpace(object[start:i]))
 				start = i + 1
 			}
-		case ',', '}', ']':
-			if depth == 1 && name != nil { // nil in an empty object
-				members = append(members, member{name, bytes.TrimSpace(object[start:i])})
-				start = i + 1
-			}
-			if object[i] != ',' {
+			if object[i] == '}' || object[i] == ']' {
 				depth--
 			}
 		}
 	}
-	return members
+	return parts
 }
 
 // unquote returns what a JSON string, which must be valid, stands for, and "" for another value.

@@ -890,7 +890,10 @@ func TestLog(t *testing.T) {
 		t.Error(got)
 	}
 	s.sql("ALTER TABLE pets RENAME TO hidden")
-	s.Handler.(*server).mux.Handle("GET /panic", handlerFunc(func(*call, *http.Request) error { panic("no such table") }))
+	srv := s.Handler.(*server)
+	srv.mux.HandleFunc("GET /panic", func(w http.ResponseWriter, r *http.Request) {
+		srv.answer(w, r, func(*call, *http.Request) error { panic("no such table") })
+	})
 	for target, status := range map[string]int{"/v1/pets": http.StatusInternalServerError, "/panic": http.StatusInternalServerError,
 		"/healthz": http.StatusServiceUnavailable} {
 		a := s.do("GET", target, "")
@@ -1544,9 +1547,9 @@ func TestCacheForgetsWhatChangedMeanwhile(t *testing.T) {
 	s := newService(t)
 	srv := s.Handler.(*server)
 	made := 0
-	var h http.Handler
+	var h handler
 	get := func(target string) {
-		h.ServeHTTP(&call{ResponseWriter: httptest.NewRecorder(), server: srv}, httptest.NewRequest("GET", target, nil))
+		h(&call{ResponseWriter: httptest.NewRecorder(), server: srv}, httptest.NewRequest("GET", target, nil))
 	}
 	h = srv.cached(func(w *call, r *http.Request) error {
 		if made++; made == 1 {

@@ -20,13 +20,6 @@ import (
 	sqlite3 "modernc.org/sqlite/lib"
 )
 
-// What the store's methods return, wrapped, for errors.Is to tell apart.
-var (
-	errNotFound    = errors.New("no such animal")
-	errKeyReused   = errors.New("the idempotency key was used for another animal")
-	errUnavailable = errors.New("the store is unavailable") // for now, and nothing was stored
-)
-
 const (
 	busyTimeout   = 5 * time.Second        // wait for another program's lock; a create is to be answered within 8 s
 	maxBatch      = 4096                   // creates that wait at most, at a few hundred bytes each
@@ -113,8 +106,8 @@ type page struct {
 // creation is a create on its way to the disk.
 type creation struct {
 	newPet
-	apiKey [32]byte // SHA-256 sum of its caller's API key
-	key    string   // idempotency key, "" for none
+	caller caller
+	key    string // idempotency key, "" for none
 
 	stored   pet
 	replayed bool  // stored is the answer first given to key
@@ -274,8 +267,8 @@ func (s *store) get(id int64) (pet, error) {
 // was used before with the API key that has this SHA-256 sum, it stores nothing and returns the animal that it returned
 // then, with replayed true; or errKeyReused if that was made from another newPet. On errUnavailable nothing is stored;
 // on any other error it may or may not be. It cannot be cancelled: a client that goes away would leave that in doubt.
-func (s *store) create(apiKey [32]byte, key string, p newPet) (_ pet, replayed bool, err error) {
-	c := &creation{newPet: p, apiKey: apiKey, key: key}
+func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, err error) {
+	c := &creation{newPet: p, caller: who, key: key}
 	s.joining.Lock()
 	first := s.gathering == nil
 	if first {
@@ -343,7 +336,7 @@ func (s *store) begin() error {
 func (s *store) insert(c *creation, now time.Time) error {
 	forgotten := now.Add(-keyLifetime).Unix()
 	if c.key != "" {
-		err := s.prepared[findKeySQL].QueryRow(c.apiKey[:], c.key, forgotten).Scan(c.stored.columns()...)
+		err := s.prepared[findKeySQL].QueryRow(c.caller[:], c.key, forgotten).Scan(c.stored.columns()...)
 		if err == nil {
 			if c.replayed = true; c.stored.newPet != c.newPet {
 				c.err = errKeyReused
@@ -367,7 +360,7 @@ func (s *store) insert(c *creation, now time.Time) error {
 	if c.key == "" {
 		return nil
 	}
-	if _, err := s.prepared[insertKeySQL].Exec(c.apiKey[:], c.key, now.Unix(), id, c.Name, c.CategoryID, c.Status); err != nil {
+	if _, err := s.prepared[insertKeySQL].Exec(c.caller[:], c.key, now.Unix(), id, c.Name, c.CategoryID, c.Status); err != nil {
 		return err
 	}
 	_, err = s.prepared[purgeSQL].Exec(forgotten, 2) // two for each one added, so that they run out
