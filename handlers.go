@@ -187,8 +187,7 @@ func idempotencyKey(values []string) (string, error) {
 		return "", nil
 	}
 	key := values[0]
-	invisible := strings.ContainsFunc(key, func(r rune) bool { return r < '!' || r > '~' })
-	if len(values) > 1 || key == "" || len(key) > maxKey || invisible {
+	if len(values) > 1 || key == "" || len(key) > maxKey || !isVisible(key) {
 		return "", newError(http.StatusBadRequest, "Idempotency-Key must be given once, as 1 to %d visible ASCII characters", maxKey)
 	}
 	return key, nil

@@ -132,7 +132,7 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 	}
 	defer ln.Close()
 	if tcp, ok := ln.Addr().(*net.TCPAddr); len(k) == 0 && (!ok || !tcp.IP.IsLoopback()) {
-		return fmt.Errorf("set API_KEYS or -keys: %v is not a loopback address, so others can reach it", ln.Addr())
+		return errors.New("set API_KEYS or -keys: without a key the service listens on a loopback address only, such as 127.0.0.1")
 	}
 	scheme := "http://"
 	if c.tlsCert != "" {
@@ -150,7 +150,7 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 	defer func() { err = errors.Join(err, st.close()) }()
 	if len(k) == 0 {
 		key := rand.Text()
-		k = newKeys(key)
+		k = keys{callerOf(key)}
 		log.Info("no API key is set: made one for this run", "api_key", key)
 	}
 	log.Info("started", "url", scheme+ln.Addr().String(), "database", st.path, "keys", len(k), "version", buildVersion())

@@ -85,7 +85,7 @@ func openService(t testing.TB, db string) *service {
 			t.Errorf("closing the store: %v", err)
 		}
 	})
-	return &service{t, db, st, newServer(st, newKeys(testKey, otherKey), slog.New(slog.NewTextHandler(t.Output(), nil)))}
+	return &service{t, db, st, newServer(st, keys{callerOf(testKey), callerOf(otherKey)}, slog.New(slog.NewTextHandler(t.Output(), nil)))}
 }
 
 // reply is a response, read to its end.
@@ -2034,7 +2034,12 @@ func TestSettings(t *testing.T) {
 		{"-addr " + taken.Addr().String(), "k", 1, "address already in use; choose another with -addr"},
 		{"-addr " + taken.Addr().String(), "LISTEN_FDS=0", 1, "address already in use"},
 		{"-addr :0", "", 1, "set API_KEYS or -keys"},
-		{"", "API_KEYS= , ", 1, "API_KEYS is set but contains no key"},
+		{"", "API_KEYS= , ", 1, "API_KEYS contains no API key"},
+		{"", "API_KEYS=one, k # tom", 1, "API_KEYS, item 2: an API key must consist of visible ASCII"},
+		{"", "API_KEYS=one\ntwo", 1, "API_KEYS, item 1: "},
+		{"", "API_KEYS=,\u200bone", 1, "API_KEYS, item 2: "},
+		{"-keys " + file("spaced", "# none\r\none\r\nk # tom\r\n"), "k", 1, `spaced", line 3: an API key must`},
+		{"-keys " + file("utf-16", "\xff\xfek\x00e\x00y\x00"), "", 1, `utf-16", line 1: `},
 		{"", "LISTEN_FDS=2", 1, "one socket"},
 		{"-keys " + none, "k", 1, "no such file"},
 		{"-keys " + file("comments", "# none\n\n  \r\n"), "k", 1, "contains no API key"},
@@ -2077,7 +2082,7 @@ func TestSettings(t *testing.T) {
 		if status != c.status || !strings.Contains(stderr.String(), c.words) {
 			t.Errorf("%q with %q: status %d, %q; want %d, %q", args, c.env, status, stderr.String(), c.status, c.words)
 		}
-		if strings.Count(stderr.String(), "\n") != 1 || stdout.String() != "" {
+		if strings.Count(stderr.String(), "\n") != 1 || stdout.String() != "" || strings.Contains(stderr.String(), "tom") {
 			t.Errorf("%q: %q on standard error, %q on standard output", args, stderr.String(), stdout.String())
 		}
 		if after := snapshot(t, dir); after != before {
@@ -2140,7 +2145,7 @@ func TestLoadKeys(t *testing.T) {
 	}
 	for key, want := range map[string]bool{"one": true, "two#2": true, "three,3": true, "four": true, "#five": true,
 		"": false, "# old": false, "# older": false, "one\r": false, "three": false} {
-		if ok := k.contain(sha256.Sum256([]byte(key))); ok != want {
+		if ok := k.contain(callerOf(key)); ok != want {
 			t.Errorf("key %q is valid: %v, want %v", key, ok, want)
 		}
 	}
