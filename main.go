@@ -176,21 +176,23 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 	return net.FileListener(f)
 }
 
-// logWriter hands log lines to a goroutine that writes them, so that nobody who logs waits for whoever reads the log.
-// Lines that find too many waiting are dropped and counted; the count is logged once there is room again.
+// logWriter is an io.Writer that never blocks, so that a stalled log cannot hold up a request: a goroutine does the
+// writing. Lines that cannot be queued or written are dropped and counted, and the count is logged later.
 type logWriter struct {
-	lines   chan []byte // nil ends writeTo
+	w       io.Writer
+	torn    bool        // whether the last line in w is incomplete
+	lines   chan []byte // nil ends run
 	dropped atomic.Int64
 	ended   chan struct{}
 }
 
 func newLogWriter(w io.Writer) *logWriter {
-	l := &logWriter{lines: make(chan []byte, 1024), ended: make(chan struct{})}
-	go l.writeTo(w)
+	l := &logWriter{w: w, lines: make(chan []byte, 1024), ended: make(chan struct{})}
+	go l.run()
 	return l
 }
 
-// Write takes a line. It never waits and never fails.
+// Write queues a line, or drops it if the queue is full.
 func (l *logWriter) Write(line []byte) (int, error) {
 	select {
 	case l.lines <- bytes.Clone(line):
@@ -200,9 +202,9 @@ func (l *logWriter) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// writeTo writes the lines to w until the end: at once while they are few, those of a millisecond together when they
-// are many, since a system call for each would be a good part of a request's cost.
-func (l *logWriter) writeTo(w io.Writer) {
+// run writes the lines, at most once a millisecond and then all that are queued: a system call for each would be a good
+// part of the cost of a request.
+func (l *logWriter) run() {
 	defer close(l.ended)
 	var text []byte
 	for line := <-l.lines; line != nil; line = <-l.lines {
@@ -210,17 +212,41 @@ func (l *logWriter) writeTo(w io.Writer) {
 		if len(l.lines) > 0 && len(text) < 64<<10 {
 			continue
 		}
-		w.Write(text)
+		l.flush(text)
 		text = text[:0]
-		if n := l.dropped.Swap(0); n > 0 {
-			slog.New(slog.NewTextHandler(w, nil)).Warn("log lines were dropped: nobody read them in time", "lines", n)
-		}
 		time.Sleep(time.Millisecond)
 	}
-	w.Write(text)
+	l.flush(text)
 }
 
-// close gives the lines that wait a second to be written.
+// flush writes text, which consists of whole lines, and then the number of dropped lines, if there are any.
+func (l *logWriter) flush(text []byte) {
+	unwritten := l.write(text)
+	l.dropped.Add(int64(bytes.Count(unwritten, []byte("\n"))))
+	dropped := l.dropped.Load()
+	if dropped == 0 || len(unwritten) > 0 {
+		return
+	}
+	var report bytes.Buffer
+	slog.New(slog.NewTextHandler(&report, nil)).Warn("log lines were dropped: they could not be written", "lines", dropped)
+	if len(l.write(report.Bytes())) == 0 {
+		l.dropped.Add(-dropped)
+	}
+}
+
+// write writes text, on a new line if the last one is incomplete, and returns the part that could not be written.
+func (l *logWriter) write(text []byte) (unwritten []byte) {
+	if l.torn {
+		text = append([]byte("\n"), text...)
+	}
+	n, _ := l.w.Write(text)
+	if n > 0 {
+		l.torn = text[n-1] != '\n'
+	}
+	return bytes.TrimPrefix(text[n:], []byte("\n")) // a lone line break is no line
+}
+
+// close waits until the queued lines are written, but no longer than a second.
 func (l *logWriter) close() {
 	go func() { l.lines <- nil }()
 	select {

@@ -28,6 +28,7 @@ const (
 	idleTimeout       = 60 * time.Second
 	maxHeader         = 12 << 10  // bytes; net/http allows 4 KiB more, which makes 16 KiB
 	maxUnread         = 256 << 10 // bytes of a body that are read after an early response
+	maxLogged         = 1 << 10   // bytes of a path or a method in the log
 )
 
 // How long a stop waits.
@@ -248,8 +249,8 @@ func (c *call) log(r *http.Request, duration time.Duration) {
 	line := slog.NewRecord(time.Now(), slog.LevelInfo, "request", 0)
 	line.AddAttrs(
 		slog.String("id", c.id),
-		slog.String("method", r.Method),
-		slog.String("path", r.URL.Path),
+		slog.String("method", r.Method[:min(len(r.Method), maxLogged)]),
+		slog.String("path", r.URL.Path[:min(len(r.URL.Path), maxLogged)]),
 		slog.Int("status", c.status),
 		slog.Int("bytes", sent),
 		slog.Duration("duration", duration))

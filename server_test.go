@@ -889,6 +889,10 @@ func TestLog(t *testing.T) {
 		strings.Contains(got, "key=") || !strings.Contains(got, `path="/v1/pets/x\ny" status=401`) {
 		t.Error(got)
 	}
+	long := strings.Repeat("x", 1024)
+	if got := line(s.do(long+"x", "/"+long, "")); !strings.Contains(got, " method="+long+" path=/"+long[1:]+" status=404 ") {
+		t.Error(got)
+	}
 	s.sql("ALTER TABLE pets RENAME TO hidden")
 	srv := s.Handler.(*server)
 	srv.mux.HandleFunc("GET /panic", func(w http.ResponseWriter, r *http.Request) {
@@ -941,6 +945,44 @@ func TestLogWriter(t *testing.T) {
 		pr.Close()
 		time.Sleep(time.Second)
 	})
+}
+
+// TestLogOnAFullDisk writes lines to a disk that takes 100 bytes, none, and then all.
+func TestLogOnAFullDisk(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		disk := &disk{room: 100}
+		log := newLogWriter(disk)
+		for i := range 30 {
+			if i == 20 {
+				disk.room = math.MaxInt
+			}
+			fmt.Fprintf(log, "line %d of thirty\n", i)
+			time.Sleep(time.Second)
+		}
+		log.close()
+		whole := regexp.MustCompile(`(?m)^line \d+ of thirty$`).FindAllString(disk.text, -1)
+		rest := regexp.MustCompile(`(?m)^line \d+ of thirty\n`).ReplaceAllString(disk.text, "")
+		if len(whole) != 15 || !regexp.MustCompile(`^line 5 of thirt\ntime=\S+ level=WARN msg=".*" lines=15\n$`).MatchString(rest) {
+			t.Errorf("%d lines are whole, want 15, and the log is\n%s", len(whole), disk.text)
+		}
+	})
+}
+
+// disk is an io.Writer with room for so many bytes.
+type disk struct {
+	room int
+	text string
+}
+
+func (d *disk) Write(b []byte) (int, error) {
+	n := min(len(b), d.room)
+	d.room -= n
+	d.text += string(b[:n])
+	if n < len(b) {
+		return n, syscall.ENOSPC
+	}
+	return n, nil
 }
 
 // pipes is a net.Listener in memory, for a server under a fake clock.
