@@ -6,39 +6,44 @@ import (
 	"context"
 	"crypto/rand"
 	"crypto/tls"
+	"encoding/binary"
 	"errors"
 	"flag"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"net"
 	"os"
 	"os/signal"
 	"path/filepath"
+	"regexp"
 	"runtime/debug"
 	"strconv"
 	"strings"
 	"sync/atomic"
 	"syscall"
 	"time"
+
+	sqlite3 "modernc.org/sqlite/lib"
 )
 
 func main() {
-	debug.SetGCPercent(200)        // the heap is a few MiB: let it grow a little more rather than scan it so often
-	signal.Ignore(syscall.SIGPIPE) // otherwise writing to a log whose reader has gone would end the process
+	debug.SetGCPercent(200)        // the heap is only a few MiB: collect it half as often
+	signal.Ignore(syscall.SIGPIPE) // or a write to a log whose reader is gone would end the process
 	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
 	if !signal.Ignored(syscall.SIGHUP) { // nohup(1) ignores it
 		signals = append(signals, syscall.SIGHUP)
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), signals...)
-	// From a second after the first signal, another has its default action: it ends the process at once. One that comes
-	// earlier is part of the first: timeout(1) signals the process and then its group.
+	// From a second after the first signal, another one has its default action: it ends the process at once. One that
+	// comes earlier belongs to the first: timeout(1) signals the process and then its group.
 	context.AfterFunc(ctx, func() { time.AfterFunc(time.Second, stop) })
 	os.Exit(run(ctx, os.Args[1:], os.LookupEnv, os.Stdout, os.Stderr))
 }
 
-// run is the program: it serves, or does what else the arguments ask for, until ctx ends. It returns the
-// exit status, and reports an error in one line on stderr: 2 if the arguments alone show it, else 1.
+// run runs the program until it is done or ctx is cancelled. It reports an error in one line on stderr, and returns the
+// exit status: 0, 2 if the command line is wrong, 1 after any other error.
 func run(ctx context.Context, args []string, lookupEnv func(string) (string, bool), stdout, stderr io.Writer) int {
 	lines := newLogWriter(stderr)
 	defer lines.close()
@@ -52,34 +57,34 @@ func run(ctx context.Context, args []string, lookupEnv func(string) (string, boo
 	case c.version:
 		fmt.Fprintln(stdout, "animalstore", buildVersion())
 	case c.backup != "":
-		err = backup(ctx, c.db, c.backup)
+		err = c.writeBackup(ctx)
 	default:
 		err = c.serve(ctx, lookupEnv, slog.New(slog.NewTextHandler(lines, nil)))
 	}
 	if err == nil {
 		return 0
 	}
-	oneLine := strings.Join(strings.Fields(err.Error()), " ") // a file's name may have line breaks
+	oneLine := strings.Join(strings.Fields(err.Error()), " ") // a file name may contain line breaks
 	fmt.Fprintln(lines, "animalstore:", oneLine)
 	return status
 }
 
-// config is what the command line says.
+// config holds the command-line flags.
 type config struct {
 	addr, db, keys, tlsCert, tlsKey, backup string
 	version                                 bool
 }
 
-// parseFlags reads the command line, and makes the paths of databases absolute. If it asks for help, parseFlags writes
-// that to stdout and returns flag.ErrHelp.
+// parseFlags parses the command line and makes the paths of databases absolute. For -h it prints the help to stdout and
+// returns flag.ErrHelp.
 func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 	flags := flag.NewFlagSet("animalstore", flag.ContinueOnError)
 	flags.SetOutput(io.Discard)
-	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "listen on `HOST:PORT`, unless systemd hands over a socket")
+	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "listen on `HOST:PORT`, unless systemd passes a socket")
 	flags.StringVar(&c.db, "db", "animalstore.db", "keep the animals in `FILE`, created on first use")
-	flags.StringVar(&c.keys, "keys", "", "read API keys from `FILE`, one a line, beside those in $API_KEYS (comma-separated)")
+	flags.StringVar(&c.keys, "keys", "", "read API keys from `FILE`, one per line, in addition to $API_KEYS (comma-separated)")
 	flags.StringVar(&c.tlsCert, "tls-cert", "", "serve HTTPS with the certificate chain in `FILE` (PEM)")
-	flags.StringVar(&c.tlsKey, "tls-key", "", "the private key of -tls-cert in `FILE` (PEM)")
+	flags.StringVar(&c.tlsKey, "tls-key", "", "read the private key for -tls-cert from `FILE` (PEM)")
 	flags.StringVar(&c.backup, "backup", "", "write a copy of the database to the new `FILE` and exit")
 	flags.BoolVar(&c.version, "version", false, "print the version and exit")
 	err = flags.Parse(args)
@@ -88,10 +93,9 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 		fmt.Fprint(stdout, "Animalstore serves a catalogue of animals over HTTP.\n\nUsage: animalstore [flags]\n\n")
 		flags.PrintDefaults()
 	}
-	empty := ""
 	flags.Visit(func(f *flag.Flag) {
-		if f.Value.String() == "" {
-			empty = f.Name
+		if err == nil && f.Value.String() == "" {
+			err = fmt.Errorf("-%s must not be empty", f.Name)
 		}
 	})
 	_, port, _ := net.SplitHostPort(c.addr) // "" if the address is malformed
@@ -101,12 +105,10 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 		return c, err
 	case flags.NArg() > 0:
 		return c, fmt.Errorf("unexpected argument %q", flags.Arg(0))
-	case empty != "":
-		return c, fmt.Errorf("-%s must not be empty", empty)
 	case (c.tlsCert == "") != (c.tlsKey == ""):
 		return c, errors.New("-tls-cert and -tls-key go together: give both or neither")
 	case portErr != nil:
-		return c, fmt.Errorf("-addr %q must be HOST:PORT, the port a number up to 65535, as in 127.0.0.1:8080", c.addr)
+		return c, fmt.Errorf("-addr %q must be HOST:PORT with a port number up to 65535, such as 127.0.0.1:8080", c.addr)
 	}
 	if c.db, err = filepath.Abs(c.db); err == nil && c.backup != "" {
 		c.backup, err = filepath.Abs(c.backup)
@@ -114,14 +116,14 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 	return c, err
 }
 
-// buildVersion returns the version that the binary was built from (of a clone: the commit), and that of Go.
+// buildVersion returns the version of the module that the binary was built from, and that of Go.
 func buildVersion() string {
 	info, _ := debug.ReadBuildInfo()
 	return info.Main.Version + " " + info.GoVersion
 }
 
-// serve runs the service until ctx ends. It checks all settings before it touches the database.
-func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool), log *slog.Logger) (err error) {
+// serve runs the service until ctx is cancelled. It checks all settings before it touches the database.
+func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool), log *slog.Logger) error {
 	k, err := loadKeys(lookupEnv, c.keys)
 	if err != nil {
 		return err
@@ -140,24 +142,111 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 		if err != nil {
 			return fmt.Errorf("-tls-cert and -tls-key: %w", err)
 		}
-		config := &tls.Config{Certificates: []tls.Certificate{cert}, MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"}}
-		ln, scheme = tls.NewListener(ln, config), "https://"
+		scheme = "https://"
+		ln = tls.NewListener(ln, &tls.Config{Certificates: []tls.Certificate{cert}, MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"}})
+	}
+	isNew, err := checkFile(c.db)
+	if err != nil {
+		return c.explain(err)
 	}
 	st, err := openStore(c.db)
 	if err != nil {
-		return err
+		return c.explain(err)
 	}
-	defer func() { err = errors.Join(err, st.close()) }()
+	if isNew {
+		log.Warn("the database is new and empty", "database", st.path)
+	}
 	if len(k) == 0 {
 		key := rand.Text()
 		k = keys{callerOf(key)}
 		log.Info("no API key is set: made one for this run", "api_key", key)
 	}
 	log.Info("started", "url", scheme+ln.Addr().String(), "database", st.path, "keys", len(k), "version", buildVersion())
-	return newServer(st, k, log).serve(ctx, ln)
+	err = errors.Join(newServer(st, k, log).serve(ctx, ln), st.close())
+	if err == nil {
+		log.Info("stopped")
+	}
+	return err
 }
 
-// listen returns the socket that systemd hands over (sd_listen_fds(3)), or one that listens on addr.
+// writeBackup writes a copy of -db to the new file -backup.
+func (c config) writeBackup(ctx context.Context) error {
+	isNew, err := checkFile(c.db)
+	if err != nil {
+		return c.explain(err)
+	}
+	if isNew {
+		return fmt.Errorf("-db %q: there is no database yet", c.db)
+	}
+	if regexp.MustCompile(`-(journal|wal|shm)$`).MatchString(c.backup) {
+		return fmt.Errorf("-backup %q: SQLite would take this for a part of a database; choose a name with another ending", c.backup)
+	}
+	if _, err := os.Lstat(c.backup); err == nil {
+		return fmt.Errorf("-backup %q exists already; name a new file", c.backup)
+	}
+	if err := backup(ctx, c.db, c.backup); err != nil {
+		return fmt.Errorf("-backup %q: %w", c.backup, err)
+	}
+	return nil
+}
+
+// checkFile returns an error unless path is a database of this service, or can become one: then isNew is true. It reads
+// only the header (https://sqlite.org/fileformat.html#the_database_header), since SQLite may modify a file that it opens.
+// It must not be called while this process has the file open: that would drop SQLite's locks.
+func checkFile(path string) (isNew bool, err error) {
+	info, err := os.Stat(path)
+	if errors.Is(err, fs.ErrNotExist) || err == nil && info.Mode().IsRegular() && info.Size() == 0 {
+		return true, checkNew(path)
+	}
+	f, err := os.OpenFile(path, os.O_RDWR, 0) // for writing too: SQLite would fall back to reading
+	if err != nil {
+		return false, err
+	}
+	defer f.Close()
+	var header [72]byte
+	_, err = f.ReadAt(header[:], 0)
+	switch {
+	case err != nil && err != io.EOF:
+		return false, err
+	case string(header[:16]) != "SQLite format 3\x00" || binary.BigEndian.Uint32(header[68:]) != applicationID:
+		return false, fmt.Errorf("not a database of this service: its application_id is not %[1]d; name another file, or, "+
+			"if this one was made from a dump of such a database, run: sqlite3 FILE 'PRAGMA application_id = %[1]d'", applicationID)
+	case binary.BigEndian.Uint32(header[60:]) > schemaVersion:
+		return false, errNewer
+	}
+	return false, nil
+}
+
+// checkNew returns an error if a new database cannot be created at path, or would destroy the write-ahead log of another.
+func checkNew(path string) error {
+	if real, err := filepath.EvalSymlinks(path); err == nil {
+		path = real
+	} else if _, err := os.Lstat(path); err == nil {
+		return errors.New("it is a symbolic link to a file that does not exist; to begin a new database, create an empty file there")
+	}
+	if _, err := os.Stat(filepath.Dir(path)); err != nil {
+		return fmt.Errorf("its folder does not exist; create it, or name another: %w", err)
+	}
+	if info, err := os.Stat(path + "-wal"); err == nil && info.Size() > 0 {
+		return fmt.Errorf("there is no database, but \"%s-wal\" is the write-ahead log of one and may hold animals; "+
+			"put that database back, or, to begin a new one, delete the log", path)
+	}
+	return nil
+}
+
+// explain returns an error of -db with what the operator can do about it.
+func (c config) explain(err error) error {
+	advice := ""
+	switch code := sqliteCode(err); {
+	case code == sqlite3.SQLITE_BUSY:
+		advice = "; another program has it open: end that program first"
+	case code == sqlite3.SQLITE_CANTOPEN, code == sqlite3.SQLITE_READONLY, errors.Is(err, fs.ErrPermission):
+		advice = "; check that the service may write this file and others in its folder, and open enough files (ulimit -n)"
+	}
+	return fmt.Errorf("-db %q: %w%s", c.db, err, advice)
+}
+
+// listen returns the socket that systemd passes (sd_listen_fds(3)) or, without one, a socket listening on addr.
 func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, error) {
 	pid, _ := lookupEnv("LISTEN_PID")
 	count, _ := lookupEnv("LISTEN_FDS")
@@ -169,9 +258,9 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 		return ln, nil
 	}
 	if count != "1" {
-		return nil, fmt.Errorf("LISTEN_FDS is %q: one socket can be served", count)
+		return nil, fmt.Errorf("LISTEN_FDS is %q: only one socket can be served", count)
 	}
-	f := os.NewFile(3, "the socket handed over")
+	f := os.NewFile(3, "the socket from systemd")
 	defer f.Close()
 	return net.FileListener(f)
 }

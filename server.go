@@ -291,7 +291,6 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	if err := s.drain(srv, ln); err != nil {
 		s.log.Warn("connections were cut off", "error", err)
 	}
-	s.log.Info("stopped")
 	return nil
 }
 

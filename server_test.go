@@ -53,6 +53,14 @@ func TestMain(m *testing.M) {
 		}()
 		main()
 	}
+	if db := os.Getenv("ANIMALSTORE_READER"); db != "" { // see readElsewhere
+		rows, err := openPool(db, "ro", 1).Query("SELECT id FROM pets")
+		if err == nil && rows.Next() { // as long as there are rows to read, the transaction lasts
+			fmt.Println("reading")
+		}
+		io.Copy(io.Discard, os.Stdin)
+		os.Exit(0)
+	}
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP) // otherwise, under nohup, the started processes would ignore it
 	os.Exit(m.Run())
 }
@@ -1348,6 +1356,10 @@ func TestDatabaseThatCannotBeWritten(t *testing.T) {
 	unlock := s.lock()
 	s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`), http.StatusServiceUnavailable, "unavailable")
 	s.want(s.do("GET", "/v1/pets?limit=2", ""), http.StatusOK, "xxx")
+	_, err := s.store.prepared[beginSQL].Exec()
+	if text := (config{}).explain(err).Error(); !strings.Contains(text, "another program has it open") {
+		t.Error(text)
+	}
 	unlock()
 	s.add("Rex", 7, "sold")
 }
@@ -1460,6 +1472,83 @@ func TestReplacedDatabaseIsNotDamaged(t *testing.T) {
 		if got := decode[[]pet](t, a); len(got) != 20 || got[19].Name != want {
 			t.Errorf("the list of %s is %s", want, a.body)
 		}
+	}
+}
+
+// readElsewhere starts a process that holds a read transaction on the database until stop is called.
+func readElsewhere(t *testing.T, db string) (stop func()) {
+	t.Helper()
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), "ANIMALSTORE_READER="+db)
+	stdin, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	stdout, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if line, err := bufio.NewReader(stdout).ReadString('\n'); line != "reading\n" {
+		t.Fatalf("the other process says %q (%v)", line, err)
+	}
+	return func() {
+		stdin.Close()
+		cmd.Wait()
+	}
+}
+
+// TestLogOfAMovedDatabaseIsKept replaces the database while another program is reading it, so that the log cannot be
+// emptied when the service stops.
+func TestLogOfAMovedDatabaseIsKept(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	db, other, away := filepath.Join(dir, "animals.db"), filepath.Join(dir, "other.db"), filepath.Join(dir, "away.db")
+	t.Run("other", func(t *testing.T) { openService(t, other).add("other", 1, "sold") })
+	st, err := openStore(db)
+	if err != nil {
+		t.Fatal(err)
+	}
+	add := func() {
+		if _, _, err := st.create(caller{}, "", newPet{"first", 1, "sold"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	add()
+	stop := readElsewhere(t, db)
+	add()
+	move := func(from, to string) {
+		t.Helper()
+		if err := os.Rename(from, to); err != nil {
+			t.Fatal(err)
+		}
+	}
+	move(db, away)
+	move(other, db)
+	if _, err := st.writer.Exec("PRAGMA busy_timeout = 0"); err != nil {
+		t.Fatal(err)
+	}
+	err = st.close()
+	kept, _ := filepath.Glob(db + "-wal.*")
+	if len(kept) != 1 || err == nil || !strings.Contains(err.Error(), strconv.Quote(kept[0])) {
+		t.Fatalf("the log is kept as %q, and the error is %v", kept, err)
+	}
+	t.Run("new", func(t *testing.T) {
+		s := openService(t, db)
+		s.add("other", 1, "sold")
+		s.want(s.do("GET", "/v1/pets?after=1", ""), http.StatusOK, `"other"`)
+		if result := s.pragma("integrity_check"); result != "ok" {
+			t.Error(result)
+		}
+	})
+	stop()
+	move(away, db)
+	move(kept[0], db+"-wal")
+	s := openService(t, db)
+	if got := decode[[]pet](t, s.do("GET", "/v1/pets", "")); len(got) != 2 || got[1].Name != "first" {
+		t.Errorf("the animals are %v", got)
 	}
 }
 
@@ -1825,11 +1914,13 @@ func TestRestartUnderLoadRefusesNothing(t *testing.T) {
 			}
 		})
 	}
-	for range 3 {
+	for round := range 3 {
 		before := answered.Load()
 		eventually(t, "the load runs", func() bool { return answered.Load() > before+100 })
 		if status, log := p.stop(syscall.SIGTERM); status != 0 || !strings.Contains(log, `msg=stopping cause="terminated signal received"`) {
 			t.Errorf("stopped with status %d: %s", status, log)
+		} else if isNew := strings.Contains(log, "the database is new"); isNew != (round == 0) {
+			t.Errorf("the database is new in round %d: %v", round, isNew)
 		}
 		p = start()
 	}
@@ -1978,6 +2069,9 @@ func TestWithoutAKeyOneIsMadeForThisRun(t *testing.T) {
 	if code, body, err := send(http.DefaultClient, "GET", p.url+"/v1/pets", ""); code != http.StatusUnauthorized {
 		t.Errorf("got %d %s %v", code, body, err)
 	}
+	if created := `level=WARN msg="the database is new and empty" database=` + filepath.Join(cmd.Dir, ":memory:"); !strings.Contains(p.lines.String(), created) {
+		t.Errorf("no %s in %s", created, p.lines.String())
+	}
 	if status, log := p.stop(syscall.SIGTERM); status != 0 || strings.Count(log, key[1]) != 1 ||
 		!strings.Contains(log, "database="+filepath.Join(cmd.Dir, ":memory:")+" keys=1 ") {
 		t.Errorf("status %d, log %s", status, log)
@@ -2056,6 +2150,12 @@ func TestSettings(t *testing.T) {
 	if err := os.Symlink(none, dangling); err != nil {
 		t.Fatal(err)
 	}
+	moved, emptied := strings.TrimSuffix(file("moved-wal", "some log"), "-wal"), file("emptied", "")
+	file("emptied-wal", "some log")
+	link := filepath.Join(dir, "link")
+	if err := os.Symlink(emptied, link); err != nil {
+		t.Fatal(err)
+	}
 	for _, c := range []struct {
 		args   string // separated by spaces; _ stands for nothing, ~ for a line break
 		env    string
@@ -2069,7 +2169,7 @@ func TestSettings(t *testing.T) {
 		{"-addr _", "", 2, "-addr must not be empty"},
 		{"-addr localhost", "", 2, "HOST:PORT"},
 		{"-addr localhost:65536", "", 2, "HOST:PORT"},
-		{"-addr :http", "", 2, "the port a number"},
+		{"-addr :http", "", 2, "HOST:PORT with a port number"},
 		{"-tls-cert x", "", 2, "give both or neither"},
 		{"-tls-key x", "", 2, "give both or neither"},
 		{"-tls-cert " + none + " -tls-key " + none, "k", 1, "no such file"},
@@ -2086,10 +2186,15 @@ func TestSettings(t *testing.T) {
 		{"-keys " + none, "k", 1, "no such file"},
 		{"-keys " + file("comments", "# none\n\n  \r\n"), "k", 1, "contains no API key"},
 		{"-db " + dir, "k", 1, "is a directory"},
-		{"-db " + none + "/animals.db", "k", 1, "must be able to write this file"},
-		{"-db /proc/animals.db", "k", 1, "must be able to write this file"},
+		{"-db " + none + "/animals.db", "k", 1, "its folder does not exist"},
+		{"-db /proc/animals.db", "k", 1, "check that the service may write this file"},
 		{"-db " + none + "/a~b", "k", 1, "/a\\nb"},
 		{"-db ~/a\x00b", "k", 1, "invalid argument"},
+		{"-db " + moved, "k", 1, `moved-wal" is the write-ahead log of one`},
+		{"-db " + emptied, "k", 1, `emptied-wal" is the write-ahead log of one`},
+		{"-db " + link, "k", 1, `emptied-wal" is the write-ahead log of one`},
+		{"-db " + dangling, "k", 1, "a symbolic link to a file that does not exist"},
+		{"-db " + database("dump", schema+"PRAGMA application_id = 0"), "k", 1, "its application_id is not 1348826227"},
 		{"-db " + file("text", "some text"), "k", 1, "not a database of this service"},
 		{"-db " + database("foreign", "CREATE TABLE t (x)"), "k", 1, "not a database of this service"},
 		{"-db " + database("foreign-wal", "PRAGMA journal_mode = WAL; CREATE TABLE t (x)"), "k", 1, "not a database of this service"},
@@ -2098,7 +2203,10 @@ func TestSettings(t *testing.T) {
 		{"-backup " + file("exists", ""), "", 1, "no database"},
 		{"-db " + database("fine", schema) + " -backup " + file("exists", ""), "", 1, "exists already"},
 		{"-db " + database("fine", schema) + " -backup " + dangling, "", 1, "exists already"},
-		{"-db " + database("fine", schema) + " -backup " + none + "/copy", "", 1, "no such file"},
+		{"-db " + database("fine", schema) + " -backup " + none + "/copy", "", 1, `none/copy": no such file`},
+		{"-db " + database("fine", schema) + " -backup " + filepath.Join(dir, "fine-wal"), "", 1, "another ending"},
+		{"-db " + database("fine", schema) + " -backup " + filepath.Join(dir, "fine-shm"), "", 1, "another ending"},
+		{"-db " + database("fine", schema) + " -backup " + filepath.Join(dir, "fine-journal"), "", 1, "another ending"},
 	} {
 		var args []string
 		for _, arg := range strings.Fields(c.args) {
@@ -2193,6 +2301,16 @@ func TestLoadKeys(t *testing.T) {
 	}
 	if _, err := loadKeys(lookup(map[string]string{"API_KEYS": " ,"}), file); err == nil {
 		t.Error("API_KEYS holds no key, which passes where a file has some")
+	}
+}
+
+// TestTooFewFileDescriptors starts the program where it cannot open all the files that it needs.
+func TestTooFewFileDescriptors(t *testing.T) {
+	t.Parallel()
+	cmd := command(t, "ulimit -n 16; "+execSelf)
+	out, _ := cmd.CombinedOutput()
+	if status := cmd.ProcessState.ExitCode(); status != 1 || !strings.Contains(string(out), "open enough files (ulimit -n)") {
+		t.Errorf("status %d: %s", status, out)
 	}
 }
 
@@ -2318,8 +2436,8 @@ func TestTwoBackupsToOneName(t *testing.T) {
 		if refused := errors.Join(errs[0], errs[1]); errs[0] != nil && errs[1] != nil || refused == nil || !strings.Contains(refused.Error(), "exists") {
 			t.Errorf("two backups to one name: %v, %v", errs[0], errs[1])
 		}
-		if err := checkFile(target); err != nil {
-			t.Error(err)
+		if isNew, err := checkFile(target); isNew || err != nil {
+			t.Errorf("the copy is new: %v, %v", isNew, err)
 		}
 	}
 	if files := snapshot(t, dir); strings.Count(files, "\n") != 21 {
@@ -2343,7 +2461,7 @@ func TestNewerVersionInTheLog(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := checkFile(copied); err != nil {
+	if _, err := checkFile(copied); err != nil {
 		t.Fatalf("the file alone knows: %v", err)
 	}
 	if _, err := openStore(copied); err == nil || !strings.Contains(err.Error(), "a newer version") {

@@ -3,11 +3,8 @@ package main
 import (
 	"context"
 	"database/sql"
-	"encoding/binary"
 	"errors"
 	"fmt"
-	"io"
-	"io/fs"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -21,18 +18,20 @@ import (
 )
 
 const (
-	busyTimeout   = 5 * time.Second        // wait for another program's lock; a create is to be answered within 8 s
-	maxBatch      = 4096                   // creates that wait at most, at a few hundred bytes each
-	watchInterval = 250 * time.Millisecond // between looks for edits from outside, which are to show within 1 s
-	keyLifetime   = 24 * time.Hour         // for which an idempotency key is remembered
-	walKept       = 64 << 20               // bytes of the write-ahead log that outlive a checkpoint, to be used again
+	busyTimeout   = 5 * time.Second        // to wait for the lock of another program; a create has 8 s in all
+	maxBatch      = 4096                   // creates that wait at the same time, at a few hundred bytes each
+	watchInterval = 250 * time.Millisecond // between looks for commits of other programs, which show within 1 s
+	keyLifetime   = 24 * time.Hour         // of an idempotency key
+	maxIdleWAL    = 64 << 20               // bytes that the write-ahead log may take on disk while it is empty
 
-	applicationID = 0x50657473 // "Pets": marks a database as this service's
+	applicationID = 0x50657473 // PRAGMA application_id: "Pets", the mark of this service's databases
 	schemaVersion = 1          // PRAGMA user_version
 )
 
-// schema makes a new database, unless another process just has. The CHECK constraints hold edits from outside to
-// the rules of the API; white space is what unicode.IsSpace says it is. Three statuses joined by OR are checked
+var errNewer = errors.New("a newer version of this service has written it; run that version")
+
+// schema creates the tables of a new database, unless another process just has. The CHECK constraints hold edits by
+// hand to the rules of the API; white space is what unicode.IsSpace says. SQLite checks three statuses joined by OR
 // much faster than a list of three.
 var schema = fmt.Sprintf(`
 BEGIN IMMEDIATE;
@@ -44,10 +43,10 @@ CREATE TABLE IF NOT EXISTS pets (
 	category_id INTEGER NOT NULL,
 	status TEXT NOT NULL DEFAULT 'available' CHECK (status = 'available' OR status = 'pending' OR status = 'sold')
 ) STRICT;
--- All the columns, so that a list by status need not visit the table for each animal.
+-- All columns, so that a list by status is read from the index alone.
 CREATE INDEX IF NOT EXISTS pets_by_status ON pets (status, id, name, category_id);
 
-CREATE TABLE IF NOT EXISTS idempotency_keys ( -- and the answers first given for them
+CREATE TABLE IF NOT EXISTS idempotency_keys ( -- with the animal of the first response
 	caller BLOB NOT NULL,       -- SHA-256 sum of the API key
 	key TEXT NOT NULL,
 	created INTEGER NOT NULL,   -- Unix time, seconds
@@ -63,7 +62,7 @@ PRAGMA application_id = %d;
 PRAGMA user_version = %d;
 COMMIT;`, applicationID, schemaVersion)
 
-// The statements, which are prepared once. Only the first three run on connections for reading.
+// The statements, which are prepared once.
 const (
 	listSQL         = `SELECT id, name, category_id, status FROM pets WHERE id > ? ORDER BY id LIMIT ?`
 	listByStatusSQL = `SELECT id, name, category_id, status FROM pets WHERE status = ? AND id > ? ORDER BY id LIMIT ?`
@@ -80,104 +79,98 @@ const (
 		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT ?)`
 )
 
-// newPet is an animal without an id: the interface's NewPet with its status filled in.
+// newPet is the interface's NewPet, with its status filled in.
 type newPet struct {
 	Name       string `json:"name"`
 	CategoryID int64  `json:"categoryId"`
 	Status     string `json:"status"`
 }
 
-// pet is an animal in the store: the interface's Pet.
+// pet is the interface's Pet: an animal in the store.
 type pet struct {
 	ID int64 `json:"id"`
 	newPet
 }
 
-// columns returns where to scan the columns of the queries above.
+// columns returns the Scan destinations for the queries above.
 func (p *pet) columns() []any { return []any{&p.ID, &p.Name, &p.CategoryID, &p.Status} }
 
-// page is what a list is asked for.
+// page selects the animals to list.
 type page struct {
 	limit  int
 	status string // "" for any
 	after  int64  // the last id of the page before
 }
 
-// creation is a create on its way to the disk.
+// creation is an animal waiting to be stored, and then the result.
 type creation struct {
 	newPet
 	caller caller
 	key    string // idempotency key, "" for none
 
 	stored   pet
-	replayed bool  // stored is the answer first given to key
+	replayed bool  // stored is from the first response to key
 	err      error // of this creation alone
 }
 
-// batch is the creations that one transaction stores.
+// batch is a set of creations that share one transaction.
 type batch struct {
 	creations []*creation
-	done      chan struct{} // closed once all the rest is final
+	done      chan struct{} // closed when all results are final
 	err       error         // of the whole batch
 }
 
-// store keeps the animals in a file, an SQLite database in WAL mode. Its methods may be called concurrently.
+// store keeps the animals in an SQLite database in WAL mode. Its methods may be called concurrently.
 //
-// Reads run on a pool of read-only connections. Creations that wait at the same moment share one transaction, and
-// so one wait for the disk; the goroutine of the first of them writes them all.
+// Reads run on a pool of read-only connections. Creations that wait at the same time share one transaction, and so
+// one wait for the disk: the goroutine of the first of them writes them all.
 type store struct {
-	path    string
-	file    os.FileInfo  // what path led to when it was opened
-	changes atomic.Int64 // see version
-
+	path     string      // absolute
+	wal, shm string      // its write-ahead log, and the index of that
+	file     os.FileInfo // of path when it was opened
 	readers  *sql.DB
-	writer   *sql.DB // of one connection, so that what it runs is one transaction
+	writer   *sql.DB // one connection, so that its statements form one transaction
 	prepared map[string]*sql.Stmt
 
 	writing   sync.Mutex // held during a transaction
-	joining   sync.Mutex
-	gathering *batch // what a creation joins, nil if there is none; joining guards it
+	joining   sync.Mutex // guards gathering
+	gathering *batch     // the batch that a creation can join, or nil
 
-	watcher *sql.DB                   // of one connection, which notices what all others commit
-	looking sync.Mutex                // held during a look
-	seen    int64                     // the result of the last look; looking guards it
+	changes atomic.Int64              // see version
+	watcher *sql.DB                   // one connection, which sees the commits of all others
+	looking sync.Mutex                // held during a look; guards seen
+	seen    int64                     // the result of the last look
 	looked  atomic.Pointer[time.Time] // when the last look ended
 }
 
-// openStore opens the database file at path, an absolute one, and creates it if it does not exist or is empty. It leaves
-// untouched what is not a database of this service, or is one that a newer version has written.
+// openStore opens the database file at path, which is absolute and has passed checkFile, and creates the database if the
+// file is missing or empty.
 func openStore(path string) (*store, error) {
-	if err := checkFile(path); err != nil && err != errNoDatabase {
-		return nil, fmt.Errorf("-db %q: %w", path, err)
-	}
 	s := &store{
 		path:     path,
 		readers:  openPool(path, "ro", max(4, runtime.GOMAXPROCS(0))),
-		writer:   openPool(path, "rwc", 1, "synchronous(FULL)", "fullfsync(ON)", fmt.Sprintf("journal_size_limit(%d)", walKept)),
-		prepared: map[string]*sql.Stmt{},
+		writer:   openPool(path, "rwc", 1, "synchronous(FULL)", "fullfsync(ON)", fmt.Sprintf("journal_size_limit(%d)", maxIdleWAL)),
 		watcher:  openPool(path, "ro", 1),
+		prepared: map[string]*sql.Stmt{},
 	}
 	s.looked.Store(new(time.Time))
 	if err := s.open(); err != nil {
 		s.close()
-		if code := sqliteCode(err); code == sqlite3.SQLITE_CANTOPEN || code == sqlite3.SQLITE_READONLY {
-			err = fmt.Errorf("%w: the service must be able to write this file, and others beside it in its folder", err)
-		}
-		return nil, fmt.Errorf("-db %q: %w", path, err)
+		return nil, err
 	}
 	return s, nil
 }
 
-// open makes the schema in a new database, prepares the statements and opens all connections.
-func (s *store) open() (err error) {
+// open creates the schema in a new database, prepares the statements and opens all connections.
+func (s *store) open() error {
 	var version int
 	if err := s.writer.QueryRow("PRAGMA user_version").Scan(&version); err != nil {
 		return err
 	}
-	if version > schemaVersion { // which checkFile cannot see in the write-ahead log
+	if version > schemaVersion { // in the write-ahead log, where checkFile does not look
 		return errNewer
 	}
-	if version == 0 { // before WAL mode, so that the file itself is this service's from its first byte
+	if version == 0 { // before WAL mode, so that the first bytes in the file itself mark it as this service's
 		if _, err := s.writer.Exec(schema); err != nil {
 			return err
 		}
@@ -189,45 +182,72 @@ func (s *store) open() (err error) {
 	if mode != "wal" {
 		return fmt.Errorf("its file system does not support a write-ahead log (journal mode %s)", mode)
 	}
-	for db, queries := range map[*sql.DB][]string{
-		s.readers: {listSQL, listByStatusSQL, getSQL},
-		s.writer:  {beginSQL, commitSQL, rollbackSQL, insertPetSQL, findKeySQL, insertKeySQL, purgeSQL},
-		s.watcher: nil,
-	} {
-		for _, query := range queries {
-			if s.prepared[query], err = db.Prepare(query); err != nil {
-				return err
-			}
-		}
-		for range db.Stats().MaxOpenConnections { // all of them now: later there may be no file descriptor left
-			conn, err := db.Conn(context.Background())
-			if err != nil {
-				return err
-			}
-			defer conn.Close() // back to the pool
-			if _, err := conn.ExecContext(context.Background(), "SELECT 1 FROM pets LIMIT 1"); err != nil {
-				return err
-			}
-		}
+	if err := s.prepare(s.readers, listSQL, listByStatusSQL, getSQL); err != nil {
+		return err
 	}
-	s.file, err = os.Stat(s.path)
+	if err := s.prepare(s.writer, beginSQL, commitSQL, rollbackSQL, insertPetSQL, findKeySQL, insertKeySQL, purgeSQL); err != nil {
+		return err
+	}
+	if err := s.prepare(s.watcher); err != nil {
+		return err
+	}
+	real, err := filepath.EvalSymlinks(s.path) // SQLite puts its other files beside that one
+	if err != nil {
+		return err
+	}
+	s.wal, s.shm = real+"-wal", real+"-shm"
+	s.file, err = os.Stat(real)
 	return err
 }
 
-// close waits for what is being written and closes the database. Nothing may use the store afterwards.
-func (s *store) close() error {
-	s.writing.Lock()  // for good
-	s.watcher.Close() // like the readers before the writer, which as the last one removes the write-ahead log
-	s.readers.Close()
-	if s.file != nil && s.inPlace() != nil {
-		// SQLite leaves the log, and would take it for that of the file which is there now.
-		s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)")
+// prepare prepares queries on db and opens all its connections: later there may be no file descriptor left.
+func (s *store) prepare(db *sql.DB, queries ...string) (err error) {
+	for _, query := range queries {
+		if s.prepared[query], err = db.Prepare(query); err != nil {
+			return err
+		}
 	}
-	return s.writer.Close()
+	for range db.Stats().MaxOpenConnections {
+		conn, err := db.Conn(context.Background())
+		if err != nil {
+			return err
+		}
+		defer conn.Close() // returns it to the pool, but not before all are open
+		if _, err := conn.ExecContext(context.Background(), "SELECT 1 FROM pets LIMIT 1"); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
-// list returns a page of the animals, by ascending id, and whether more follow. It cannot be cancelled: it is bounded,
-// and to interrupt a query costs a connection.
+// close waits for a transaction in progress and closes the database. The store must not be used afterwards.
+func (s *store) close() error {
+	s.writing.Lock() // for good
+	s.watcher.Close()
+	s.readers.Close() // before the writer: the last connection removes the write-ahead log, if it may write
+	if s.file == nil || s.inPlace() == nil {
+		return s.writer.Close()
+	}
+	// SQLite does not remove the log of a database that is no longer in its place. If the log stayed there with
+	// animals in it, SQLite would apply it to the next database in that place.
+	var busy, frames, copied int
+	err := s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
+	s.writer.Close()
+	if err == nil && busy == 0 {
+		return nil
+	}
+	kept := s.wal + time.Now().Format(".20060102T150405")
+	if err := os.Rename(s.wal, kept); err != nil {
+		return err
+	}
+	os.Remove(s.shm) // SQLite makes it anew
+	return fmt.Errorf("%q was moved or replaced while another program was using it, so its write-ahead log could not be emptied; "+
+		"the log holds animals and is now %q: to keep them, end the other program, move the database back, and rename the log to %q",
+		s.path, kept, s.wal)
+}
+
+// list returns a page of animals, by ascending id, and whether more follow. It takes no context: the query is bounded,
+// and interrupting one costs a connection.
 func (s *store) list(p page) (pets []pet, more bool, err error) {
 	query, args := listSQL, []any{p.after, p.limit + 1}
 	if p.status != "" {
@@ -253,7 +273,7 @@ func (s *store) list(p page) (pets []pet, more bool, err error) {
 	return pets, more, dbError(rows.Err())
 }
 
-// get returns the animal with the id, or errNotFound.
+// get returns the animal with the given id, or errNotFound.
 func (s *store) get(id int64) (pet, error) {
 	var p pet
 	err := s.prepared[getSQL].QueryRow(id).Scan(p.columns()...)
@@ -263,10 +283,10 @@ func (s *store) get(id int64) (pet, error) {
 	return p, dbError(err)
 }
 
-// create stores p and returns it with its id once it is safely on disk. If the idempotency key (a key of "" is none)
-// was used before with the API key that has this SHA-256 sum, it stores nothing and returns the animal that it returned
-// then, with replayed true; or errKeyReused if that was made from another newPet. On errUnavailable nothing is stored;
-// on any other error it may or may not be. It cannot be cancelled: a client that goes away would leave that in doubt.
+// create stores p and returns it, with its id, once it is safely on disk. If the caller has used the idempotency key
+// before, it stores nothing: it returns what it returned then, with replayed true, or errKeyReused if p was different
+// then. A key of "" is none. After errUnavailable nothing is stored; after any other error p may or may not be. It
+// takes no context: a client that goes away must not leave that in doubt.
 func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, err error) {
 	c := &creation{newPet: p, caller: who, key: key}
 	s.joining.Lock()
@@ -291,13 +311,13 @@ func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, 
 	return c.stored, c.replayed, c.err
 }
 
-// write stores the batch b, or leaves the reason why not in it.
+// write stores the batch b and sets its results.
 func (s *store) write(b *batch) {
 	s.writing.Lock()
 	defer s.writing.Unlock()
 	defer func() {
 		if b.err != nil {
-			s.prepared[rollbackSQL].Exec() // fails if nothing was begun, or SQLite has undone it already
+			s.prepared[rollbackSQL].Exec() // fails, harmlessly, if no transaction is open
 		}
 		close(b.done)
 	}()
@@ -313,12 +333,12 @@ func (s *store) write(b *batch) {
 		}
 	}
 	_, err := s.prepared[commitSQL].Exec()
-	s.changes.Add(1) // even on an error, after which the animals may be on disk
+	s.changes.Add(1) // even after an error: the animals may be on disk
 	b.err = dbError(err)
 }
 
-// begin begins a transaction, on a file that is known to be in its place. Creations join its batch until then:
-// whoever comes while the database is locked is stored, or refused, with the rest.
+// begin begins the transaction of the batch that is gathering. Creations can join the batch until then: those that
+// come while the database is locked are stored, or refused, with the rest.
 func (s *store) begin() error {
 	defer func() {
 		s.joining.Lock()
@@ -331,14 +351,15 @@ func (s *store) begin() error {
 	return s.inPlace()
 }
 
-// insert stores c, or finds the answer first given to its key. An error is that of the whole batch: one that
-// concerns c alone is left in c.
+// insert stores c, or finds the first response to its key. It returns an error that concerns the whole batch, and
+// leaves one that concerns c alone in c.
 func (s *store) insert(c *creation, now time.Time) error {
 	forgotten := now.Add(-keyLifetime).Unix()
 	if c.key != "" {
 		err := s.prepared[findKeySQL].QueryRow(c.caller[:], c.key, forgotten).Scan(c.stored.columns()...)
 		if err == nil {
-			if c.replayed = true; c.stored.newPet != c.newPet {
+			c.replayed = true
+			if c.stored.newPet != c.newPet {
 				c.err = errKeyReused
 			}
 			return nil
@@ -349,7 +370,7 @@ func (s *store) insert(c *creation, now time.Time) error {
 	}
 	result, err := s.prepared[insertPetSQL].Exec(c.Name, c.CategoryID, c.Status)
 	if sqliteCode(err) == sqlite3.SQLITE_CONSTRAINT {
-		c.err = err // of a trigger made from outside, say: SQLite undoes the one statement
+		c.err = err // from a trigger that someone has added, say: SQLite undoes this statement alone
 		return nil
 	}
 	if err != nil {
@@ -363,102 +384,53 @@ func (s *store) insert(c *creation, now time.Time) error {
 	if _, err := s.prepared[insertKeySQL].Exec(c.caller[:], c.key, now.Unix(), id, c.Name, c.CategoryID, c.Status); err != nil {
 		return err
 	}
-	_, err = s.prepared[purgeSQL].Exec(forgotten, 2) // two for each one added, so that they run out
+	_, err = s.prepared[purgeSQL].Exec(forgotten, 2) // two for each one added, so that they do not pile up
 	return err
 }
 
-// inPlace returns an error unless path leads to the file that was opened: what is written to another would be gone
-// with this process.
+// inPlace returns an error unless path still leads to the file that was opened. Whatever is written to any other file
+// would be gone when the service stops.
 func (s *store) inPlace() error {
 	now, err := os.Stat(s.path)
 	if err == nil && !os.SameFile(s.file, now) {
 		err = errors.New("another file is there")
 	}
 	if err != nil {
-		return fmt.Errorf("the database was moved, deleted or replaced; put it back, or restart: %w", err)
+		return fmt.Errorf("the database was moved, deleted or replaced; put it back, or restart the service: %w", err)
 	}
 	return nil
 }
 
 // version returns a number that grows with every commit: of this process, before it is acknowledged; of another
-// program, within watchInterval.
+// program, within watchInterval. It also grows if it cannot tell.
 func (s *store) version() int64 {
-	if time.Since(*s.looked.Load()) >= watchInterval {
-		s.look()
+	if time.Since(*s.looked.Load()) < watchInterval {
+		return s.changes.Load()
+	}
+	s.looking.Lock()
+	defer s.looking.Unlock()
+	if time.Since(*s.looked.Load()) >= watchInterval { // no other goroutine has just looked
+		var seen int64
+		err := s.watcher.QueryRow("PRAGMA data_version").Scan(&seen)
+		if err != nil || seen != s.seen {
+			s.changes.Add(1)
+		}
+		now := time.Now()
+		s.seen = seen
+		s.looked.Store(&now)
 	}
 	return s.changes.Load()
 }
 
-// look adds to changes if another connection has committed since the last look, or if it cannot tell. Only one
-// goroutine looks at a time; the others wait for its result.
-func (s *store) look() {
-	s.looking.Lock()
-	defer s.looking.Unlock()
-	if time.Since(*s.looked.Load()) < watchInterval { // another goroutine has just looked
-		return
-	}
-	var seen int64
-	err := s.watcher.QueryRow("PRAGMA data_version").Scan(&seen)
-	if err != nil || seen != s.seen {
-		s.changes.Add(1)
-	}
-	now := time.Now()
-	s.seen = seen
-	s.looked.Store(&now)
-}
-
-var (
-	errNoDatabase = errors.New("there is no database yet")
-	errForeign    = errors.New("not a database of this service; name another file with -db")
-	errNewer      = errors.New("a newer version of this service has written it; run that version")
-)
-
-// checkFile returns an error unless path is a database that openStore accepts, by its header, as
-// https://sqlite.org/fileformat.html#the_database_header lays it out; errNoDatabase if there is no file or an empty
-// one. It must not be called while this process has the file open: it would drop SQLite's locks.
-func checkFile(path string) error {
-	f, err := os.OpenFile(path, os.O_RDWR, 0) // SQLite would make do with a file that it may only read
-	if errors.Is(err, fs.ErrNotExist) {
-		return errNoDatabase
-	}
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	info, err := f.Stat()
-	if err != nil {
-		return err
-	}
-	var header [72]byte
-	_, err = f.ReadAt(header[:], 0)
-	switch {
-	case info.Mode().IsRegular() && info.Size() == 0:
-		return errNoDatabase
-	case err != nil && err != io.EOF:
-		return err
-	case string(header[:16]) != "SQLite format 3\x00" || binary.BigEndian.Uint32(header[68:]) != applicationID:
-		return errForeign
-	case binary.BigEndian.Uint32(header[60:]) > schemaVersion:
-		return errNewer
-	}
-	return nil
-}
-
-// backup writes a copy of the database at path, in a consistent state, to the file target, which must not exist yet.
-// Both paths are absolute. The copy is verified and on disk when it gets that name; if it does not, nothing is left of it.
+// backup writes a consistent copy of the database at path to the new file target. Both paths are absolute. The copy
+// gets that name once it is verified and on disk; after an error before that, nothing of it is left.
 func backup(ctx context.Context, path, target string) error {
-	if err := checkFile(path); err != nil {
-		return fmt.Errorf("-db %q: %w", path, err)
-	}
-	if _, err := os.Lstat(target); err == nil {
-		return fmt.Errorf("-backup %q exists already; name a new file", target)
-	}
 	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
 	if err != nil {
-		return fmt.Errorf("-backup: %w", err)
+		return errors.Unwrap(err) // without the name of the temporary file
 	}
 	defer os.Remove(temp.Name())
-	defer os.Remove(temp.Name() + "-journal") // which SQLite leaves if the disk is full
+	defer os.Remove(temp.Name() + "-journal") // SQLite leaves one if the disk is full
 	defer temp.Close()
 	if err := copyDatabase(ctx, path, temp.Name()); err != nil {
 		return err
@@ -466,26 +438,25 @@ func backup(ctx context.Context, path, target string) error {
 	if err := temp.Sync(); err != nil {
 		return err
 	}
-	if err := os.Link(temp.Name(), target); err != nil { // unlike Rename, this fails if another backup was faster
-		return fmt.Errorf("-backup: %w", err)
+	if err := os.Link(temp.Name(), target); err != nil { // unlike Rename, Link never overwrites
+		return err
 	}
 	dir, err := os.Open(filepath.Dir(target))
-	if err != nil || runtime.GOOS == "windows" { // where a folder cannot be synced
+	if err != nil || runtime.GOOS == "windows" { // which cannot sync a folder
 		return err
 	}
 	defer dir.Close()
 	return dir.Sync()
 }
 
-// copyDatabase writes a copy of the database at path, which others may be using, to the empty file target, and
-// verifies it.
+// copyDatabase writes a copy of the database at path, which may be in use, to the empty file target, and verifies it.
 func copyDatabase(ctx context.Context, path, target string) error {
 	db := openPool(path, "rw", 1)
 	defer db.Close()
 	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", target); err != nil {
 		return fmt.Errorf("copying %q: %w", path, err)
 	}
-	written := openPool(target, "rw", 1) // read-only, integrity_check would leave out the CHECKs
+	written := openPool(target, "rw", 1) // on a read-only connection, integrity_check would skip the CHECK constraints
 	defer written.Close()
 	var result string
 	err := written.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result)
@@ -495,33 +466,34 @@ func copyDatabase(ctx context.Context, path, target string) error {
 	return err
 }
 
-// openPool returns a pool of connections to the database file at path, an absolute one. It opens none yet. They all
-// have the busy timeout and the given pragmas.
+// openPool returns a pool of up to size connections to the database file at path, which is absolute. All have the busy
+// timeout and the given pragmas. None is open yet.
 func openPool(path, mode string, size int, pragmas ...string) *sql.DB {
-	if path = filepath.ToSlash(path); path[0] != '/' {
-		path = "/" + path // before the drive, on Windows
+	path = filepath.ToSlash(path)
+	if path[0] != '/' {
+		path = "/" + path // Windows: /C:/...
 	}
 	pragmas = append(pragmas, fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()))
 	dsn := url.URL{Scheme: "file", Path: path, RawQuery: url.Values{"mode": {mode}, "_pragma": pragmas}.Encode()}
-	db, _ := sql.Open("sqlite", dsn.String()) // an error means only that there is no such driver
+	db, _ := sql.Open("sqlite", dsn.String()) // fails only if there is no such driver
 	db.SetMaxOpenConns(size)
 	db.SetMaxIdleConns(size)
 	return db
 }
 
-// sqliteCode returns the primary result code of an SQLite error, and 0 for any other.
-func sqliteCode(err error) int {
-	if e, ok := errors.AsType[*sqlite.Error](err); ok {
-		return e.Code() & 0xff
-	}
-	return 0
-}
-
-// dbError adds errUnavailable to an error of the database that may pass and has left nothing behind.
+// dbError wraps err in errUnavailable if it is an SQLite error that may pass and has left nothing behind.
 func dbError(err error) error {
 	switch sqliteCode(err) {
 	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY:
 		return fmt.Errorf("%w: %w", errUnavailable, err)
 	}
 	return err
+}
+
+// sqliteCode returns the primary result code of an SQLite error, or 0 for any other error.
+func sqliteCode(err error) int {
+	if e, ok := errors.AsType[*sqlite.Error](err); ok {
+		return e.Code() & 0xff
+	}
+	return 0
 }
