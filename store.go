@@ -376,7 +376,11 @@ func (s *store) insert(c *creation, now time.Time) error {
 	if err != nil {
 		return err
 	}
-	id, _ := result.LastInsertId() // never an error in this driver
+	if rows, _ := result.RowsAffected(); rows == 0 { // the driver never returns an error here, nor below
+		c.err = errors.New("a trigger left the animal out")
+		return nil
+	}
+	id, _ := result.LastInsertId()
 	c.stored = pet{id, c.newPet}
 	if c.key == "" {
 		return nil
