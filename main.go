@@ -29,7 +29,9 @@ import (
 )
 
 func main() {
-	debug.SetGCPercent(200)        // the heap is only a few MiB: collect it half as often
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(200) // the heap is only a few MiB: collect it half as often
+	}
 	signal.Ignore(syscall.SIGPIPE) // or a write to a log whose reader is gone would end the process
 	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
 	if !signal.Ignored(syscall.SIGHUP) { // nohup(1) ignores it
