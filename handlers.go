@@ -33,8 +33,7 @@ var petStatuses = []string{"available", "pending", "sold"}
 
 const statusRule = "status must be available, pending or sold"
 
-// listPets answers GET /v1/pets: the animals that the query asks for, with a Link to the next page if there
-// is one (RFC 8288).
+// listPets answers GET /v1/pets with a page of animals, and with a Link to the next page if there is one (RFC 8288).
 func (s *server) listPets(c *call, r *http.Request) error {
 	query, page, err := parsePage(r.URL.RawQuery)
 	if err != nil {
@@ -51,7 +50,7 @@ func (s *server) listPets(c *call, r *http.Request) error {
 	return c.sendJSON(http.StatusOK, pets)
 }
 
-// createPet answers POST /v1/pets: it stores the animal in the body and returns it with its id.
+// createPet answers POST /v1/pets: it stores the animal in the body, and answers with the animal and its id.
 func (s *server) createPet(c *call, r *http.Request) error {
 	if err := checkContentType(r.Header["Content-Type"]); err != nil {
 		return err
@@ -60,7 +59,7 @@ func (s *server) createPet(c *call, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	r.Header = nil // see ServeHTTP
+	r.Header = nil // to free memory while the body arrives, as in answer
 	body, err := readBody(c, r)
 	if err != nil {
 		return err
@@ -80,7 +79,7 @@ func (s *server) createPet(c *call, r *http.Request) error {
 	return c.sendJSON(http.StatusCreated, created)
 }
 
-// getPet answers GET /v1/pets/{petId}: the animal with that id.
+// getPet answers GET /v1/pets/{petId} with the animal that has this id.
 func (s *server) getPet(c *call, r *http.Request) error {
 	id, ok := parseInt(r.PathValue("petId"))
 	if !ok {
@@ -93,7 +92,7 @@ func (s *server) getPet(c *call, r *http.Request) error {
 	return c.sendJSON(http.StatusOK, found)
 }
 
-// healthz tells whether the store can be read.
+// healthz answers GET /healthz: 200 if the store can be read, else 503.
 func (s *server) healthz(c *call, r *http.Request) error {
 	err := s.store.inPlace()
 	if err == nil {
@@ -109,13 +108,13 @@ func (s *server) healthz(c *call, r *http.Request) error {
 //go:embed openapi.json
 var openAPI []byte
 
-// sendOpenAPI answers with the description of the interface for programs.
+// sendOpenAPI answers GET /openapi.json.
 func sendOpenAPI(c *call, r *http.Request) error {
 	c.send(http.StatusOK, openAPI)
 	return nil
 }
 
-// methodNotAllowed answers a known path whose method is not among those allowed.
+// methodNotAllowed answers a request for a known path with a method other than the allowed ones.
 func methodNotAllowed(allowed string) handler {
 	return func(c *call, r *http.Request) error {
 		c.Header().Set("Allow", allowed)
@@ -123,13 +122,13 @@ func methodNotAllowed(allowed string) handler {
 	}
 }
 
-// notFound answers a path that leads nowhere.
+// notFound answers a request for an unknown path.
 func notFound(c *call, r *http.Request) error {
 	return newError(http.StatusNotFound, "there is nothing at this path")
 }
 
-// parsePage reads the query of a list, and returns it parsed and understood. It refuses whatever it does not know: a
-// typo that lists other animals is worse than an error.
+// parsePage parses the query of a list, and returns it both as it is and as a page. It refuses everything that it does
+// not know: a typo that silently lists other animals would be worse than an error.
 func parsePage(rawQuery string) (url.Values, page, error) {
 	p := page{limit: defaultLimit}
 	var f faults
@@ -164,7 +163,7 @@ func parsePage(rawQuery string) (url.Values, page, error) {
 	return query, p, f.err()
 }
 
-// parseInt reads an int64 in its canonical form: what strconv.FormatInt writes, and nothing else.
+// parseInt parses an int64 in its canonical form: as strconv.FormatInt writes it.
 func parseInt(s string) (int64, bool) {
 	n, err := strconv.ParseInt(s, 10, 64)
 	return n, err == nil && strconv.FormatInt(n, 10) == s
@@ -193,7 +192,7 @@ func idempotencyKey(values []string) (string, error) {
 	return key, nil
 }
 
-// readBody returns the request's body, of maxBody bytes at most.
+// readBody returns the body of the request, which may have up to maxBody bytes.
 func readBody(c *call, r *http.Request) ([]byte, error) {
 	body, err := io.ReadAll(http.MaxBytesReader(c.ResponseWriter, r.Body, maxBody))
 	_, tooLarge := errors.AsType[*http.MaxBytesError](err)
@@ -209,8 +208,8 @@ func readBody(c *call, r *http.Request) ([]byte, error) {
 	return body, nil
 }
 
-// parseNewPet reads body as a NewPet. It names all the faults that it finds. encoding/json alone would take
-// members in another case, repeated ones and null, and replace what is not Unicode.
+// parseNewPet parses body as a NewPet. Its error names every fault. json.Unmarshal alone would accept repeated members,
+// null, and names in another case, and would replace invalid Unicode.
 func parseNewPet(body []byte) (newPet, error) {
 	p := newPet{Status: "available"}
 	if err := checkObject(body); err != nil {
@@ -229,11 +228,13 @@ func parseNewPet(body []byte) (newPet, error) {
 		var ok bool
 		switch name {
 		case "name":
-			if p.Name, ok = parseName(value); !ok {
+			p.Name, ok = parseName(value)
+			if !ok {
 				f.add("name must be a string of 1 to %d characters, not all white space, without U+0000 or unpaired surrogates", maxName)
 			}
 		case "categoryId":
-			if p.CategoryID, ok = parseInt(string(value)); !ok {
+			p.CategoryID, ok = parseInt(string(value))
+			if !ok {
 				f.add("categoryId must be an integer from -9223372036854775808 to 9223372036854775807, with no fraction, exponent or quotes")
 			}
 		case "status":
@@ -298,20 +299,20 @@ func split(object []byte) (parts [][]byte) {
 	return parts
 }
 
-// unquote returns what a JSON string, which must be valid, stands for, and "" for another value.
+// unquote returns the string that a valid JSON value stands for, or "" if it is not a string.
 func unquote(value []byte) (s string) {
 	if value[0] == '"' && !bytes.Contains(value, []byte(`\`)) {
 		return string(value[1 : len(value)-1])
 	}
-	json.Unmarshal(value, &s) // null and what is not a string leave s empty
+	json.Unmarshal(value, &s) // an error leaves s empty
 	return s
 }
 
-// wholeEscape matches each escape of a JSON string except an unpaired surrogate, which stands for no character
-// and which encoding/json would replace with U+FFFD.
+// wholeEscape matches every escape in a JSON string except an unpaired surrogate. That stands for no character, and
+// encoding/json would replace it with U+FFFD.
 var wholeEscape = regexp.MustCompile(`(?i)\\([^u]|u[^d]...|ud[0-7]..|ud[89ab]..\\ud[c-f]..)`)
 
-// parseName reads the JSON value of a name, and reports whether it is one.
+// parseName returns the name in a JSON value, and whether it is valid.
 func parseName(value []byte) (name string, ok bool) {
 	if bytes.Contains(value, []byte(`\u`)) && bytes.Contains(wholeEscape.ReplaceAll(value, nil), []byte(`\`)) {
 		return "", false

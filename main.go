@@ -112,7 +112,8 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 	case portErr != nil:
 		return c, fmt.Errorf("-addr %q must be HOST:PORT with a port number up to 65535, such as 127.0.0.1:8080", c.addr)
 	}
-	if c.db, err = filepath.Abs(c.db); err == nil && c.backup != "" {
+	c.db, err = filepath.Abs(c.db)
+	if err == nil && c.backup != "" {
 		c.backup, err = filepath.Abs(c.backup)
 	}
 	return c, err

@@ -29,6 +29,7 @@ const (
 	maxHeader         = 12 << 10  // bytes; net/http allows 4 KiB more, which makes 16 KiB
 	maxUnread         = 256 << 10 // bytes of a body that are read after an early response
 	maxLogged         = 1 << 10   // bytes of a path or a method in the log
+	maxCache          = 8 << 20   // bytes of cached responses; a full cache starts again empty
 )
 
 // How long a stop waits.
@@ -163,9 +164,6 @@ type cachedResponse struct {
 	link []string // the Link header, nil if there is none
 	body []byte
 }
-
-// maxCache is the size in bytes at which the cache is emptied. What clients ask for often soon returns to it.
-const maxCache = 8 << 20
 
 // cached answers from the cache if it can. Otherwise it calls next and keeps the response. The generation is chosen
 // before next reads the store: if the store changes in between, the old response goes into a generation that is no

@@ -201,11 +201,13 @@ func (s *store) open() error {
 }
 
 // prepare prepares queries on db and opens all its connections: later there may be no file descriptor left.
-func (s *store) prepare(db *sql.DB, queries ...string) (err error) {
+func (s *store) prepare(db *sql.DB, queries ...string) error {
 	for _, query := range queries {
-		if s.prepared[query], err = db.Prepare(query); err != nil {
+		statement, err := db.Prepare(query)
+		if err != nil {
 			return err
 		}
+		s.prepared[query] = statement
 	}
 	for range db.Stats().MaxOpenConnections {
 		conn, err := db.Conn(context.Background())
