@@ -963,6 +963,7 @@ func TestLogOnAFullDisk(t *testing.T) {
 		log := newLogWriter(disk)
 		for i := range 30 {
 			if i == 20 {
+				synctest.Wait()
 				disk.room = math.MaxInt
 			}
 			fmt.Fprintf(log, "line %d of thirty\n", i)
@@ -1556,6 +1557,40 @@ func TestLogOfAMovedDatabaseIsKept(t *testing.T) {
 	s := openService(t, db)
 	if got := decode[[]pet](t, s.do("GET", "/v1/pets", "")); len(got) != 2 || got[1].Name != "first" {
 		t.Errorf("the animals are %v", got)
+	}
+}
+
+// TestLogOfTheNextDatabaseIsLeftAlone moves the database with its log while another program is reading it, and begins a
+// new database in its place before the first service stops.
+func TestLogOfTheNextDatabaseIsLeftAlone(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	db, moved := filepath.Join(dir, "animals.db"), filepath.Join(dir, "moved.db")
+	st, err := openStore(db)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := st.create(caller{}, "", newPet{"first", 1, "sold"}); err != nil {
+		t.Fatal(err)
+	}
+	for _, suffix := range []string{"", "-wal", "-shm"} {
+		if err := os.Rename(db+suffix, moved+suffix); err != nil {
+			t.Fatal(err)
+		}
+	}
+	stop := readElsewhere(t, moved)
+	defer stop()
+	s := openService(t, db)
+	s.add("second", 1, "sold")
+	before := snapshot(t, dir)
+	if _, err := st.writer.Exec("PRAGMA busy_timeout = 0"); err != nil {
+		t.Fatal(err)
+	}
+	if err := st.close(); err != nil {
+		t.Error(err)
+	}
+	if after := snapshot(t, dir); after != before {
+		t.Errorf("the files were\n%s and are\n%s", before, after)
 	}
 }
 

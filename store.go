@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -126,8 +127,9 @@ type batch struct {
 // one wait for the disk: the goroutine of the first of them writes them all.
 type store struct {
 	path     string      // absolute
-	wal, shm string      // its write-ahead log, and the index of that
-	file     os.FileInfo // of path when it was opened
+	file     os.FileInfo // the file at path when it was opened
+	walPath  string      // the write-ahead log
+	wal      os.FileInfo // the file at walPath when it was opened
 	readers  *sql.DB
 	writer   *sql.DB // one connection, so that its statements form one transaction
 	prepared map[string]*sql.Stmt
@@ -191,12 +193,16 @@ func (s *store) open() error {
 	if err := s.prepare(s.watcher); err != nil {
 		return err
 	}
-	real, err := filepath.EvalSymlinks(s.path) // SQLite puts its other files beside that one
+	resolved, err := filepath.EvalSymlinks(s.path) // SQLite puts the log beside that file
 	if err != nil {
 		return err
 	}
-	s.wal, s.shm = real+"-wal", real+"-shm"
-	s.file, err = os.Stat(real)
+	s.walPath = resolved + "-wal"
+	s.wal, err = os.Stat(s.walPath)
+	if err != nil {
+		return err
+	}
+	s.file, err = os.Stat(resolved)
 	return err
 }
 
@@ -223,29 +229,33 @@ func (s *store) prepare(db *sql.DB, queries ...string) error {
 }
 
 // close waits for a transaction in progress and closes the database. The store must not be used afterwards.
+//
+// SQLite does not remove the log of a database that was moved or replaced, and would apply it to the next database at
+// this path. So close empties the log. If it cannot, because another program is reading, it gives the log another name
+// and returns an error that says so.
 func (s *store) close() error {
-	s.writing.Lock() // for good
+	s.writing.Lock() // and never unlock
 	s.watcher.Close()
-	s.readers.Close() // before the writer: the last connection removes the write-ahead log, if it may write
-	if s.file == nil || s.inPlace() == nil {
+	s.readers.Close() // before the writer: the last connection removes the log, if it may write
+	if s.file == nil || s.inPlace() == nil || !isFile(s.walPath, s.wal) {
 		return s.writer.Close()
 	}
-	// SQLite does not remove the log of a database that is no longer in its place. If the log stayed there with
-	// animals in it, SQLite would apply it to the next database in that place.
 	var busy, frames, copied int
 	err := s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
 	s.writer.Close()
-	if err == nil && busy == 0 {
+	if err == nil && busy != 0 {
+		err = errors.New("another program is using it")
+	}
+	if err == nil {
 		return nil
 	}
-	kept := s.wal + time.Now().Format(".20060102T150405")
-	if err := os.Rename(s.wal, kept); err != nil {
+	kept := s.walPath + time.Now().Format(".20060102T150405")
+	if err := os.Rename(s.walPath, kept); err != nil {
 		return err
 	}
-	os.Remove(s.shm) // SQLite makes it anew
-	return fmt.Errorf("%q was moved or replaced while another program was using it, so its write-ahead log could not be emptied; "+
-		"the log holds animals and is now %q: to keep them, end the other program, move the database back, and rename the log to %q",
-		s.path, kept, s.wal)
+	os.Remove(strings.TrimSuffix(s.walPath, "-wal") + "-shm") // the index of the log; SQLite rebuilds it
+	return fmt.Errorf("%q was moved or replaced, and its write-ahead log could not be emptied: %w; the log holds animals and is "+
+		"now %q: to keep them, end all other programs that use the database, move it back, and rename the log to %q", s.path, err, kept, s.walPath)
 }
 
 // list returns a page of animals, by ascending id, and whether more follow. It takes no context: the query is bounded,
@@ -394,17 +404,19 @@ func (s *store) insert(c *creation, now time.Time) error {
 	return err
 }
 
-// inPlace returns an error unless path still leads to the file that was opened. Whatever is written to any other file
-// would be gone when the service stops.
+// inPlace returns an error unless the database that was opened is still at path. SQLite would go on writing to it wherever
+// it is, and even if it was deleted.
 func (s *store) inPlace() error {
-	now, err := os.Stat(s.path)
-	if err == nil && !os.SameFile(s.file, now) {
-		err = errors.New("another file is there")
-	}
-	if err != nil {
-		return fmt.Errorf("the database was moved, deleted or replaced; put it back, or restart the service: %w", err)
+	if !isFile(s.path, s.file) {
+		return errors.New("the database was moved, deleted or replaced; put it back, or restart the service")
 	}
 	return nil
+}
+
+// isFile reports whether path leads to file.
+func isFile(path string, file os.FileInfo) bool {
+	now, err := os.Stat(path)
+	return err == nil && os.SameFile(file, now)
 }
 
 // version returns a number that grows with every commit: of this process, before it is acknowledged; of another
