@@ -85,9 +85,7 @@ func newService(t testing.TB) *service {
 func openService(t testing.TB, db string) *service {
 	t.Helper()
 	st, err := openStore(db)
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	t.Cleanup(func() {
 		if err := st.close(); err != nil {
 			t.Errorf("closing the store: %v", err)
@@ -212,6 +210,14 @@ func (s *service) sql(query string, args ...any) {
 	defer db.Close()
 	if _, err := db.Exec(query, args...); err != nil {
 		s.t.Fatalf("%s: %v", query, err)
+	}
+}
+
+// must fails the test unless err is nil.
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
 	}
 }
 
@@ -465,9 +471,7 @@ func (s *service) fill() {
 func (s *service) moveAway() (back func()) {
 	s.t.Helper()
 	move := func(from, to string) {
-		if err := os.Rename(from, to); err != nil {
-			s.t.Fatal(err)
-		}
+		must(s.t, os.Rename(from, to))
 	}
 	move(s.db, s.db+".away")
 	return func() { move(s.db+".away", s.db) }
@@ -477,9 +481,8 @@ func (s *service) moveAway() (back func()) {
 func (s *service) lock() (unlock func()) {
 	s.t.Helper()
 	db := openPool(s.db, "rw", 1)
-	if _, err := db.Exec("BEGIN IMMEDIATE"); err != nil {
-		s.t.Fatal(err)
-	}
+	_, err := db.Exec("BEGIN IMMEDIATE")
+	must(s.t, err)
 	return sync.OnceFunc(func() { db.Close() })
 }
 
@@ -1039,9 +1042,7 @@ func (s *service) received(conn net.Conn, method string) (reply, *http.Response)
 	s.t.Helper()
 	r := httptest.NewRequest(method, "/v1/pets", nil)
 	resp, err := http.ReadResponse(bufio.NewReader(conn), r)
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	must(s.t, err)
 	return checked(s.t, r, resp), resp
 }
 
@@ -1288,9 +1289,7 @@ func TestWaitingCreatesShareOneCommit(t *testing.T) {
 	s.add("first", 1, "sold")
 	commits := func() (n int) {
 		wal, err := os.ReadFile(s.db + "-wal")
-		if err != nil {
-			t.Fatal(err)
-		}
+		must(t, err)
 		for frame := 32; frame < len(wal); frame += 24 + 4096 {
 			if binary.BigEndian.Uint32(wal[frame+4:]) != 0 {
 				n++
@@ -1428,9 +1427,7 @@ func TestDatabaseFileIsTakenAway(t *testing.T) {
 	for _, replace := range []bool{false, true} {
 		back := s.moveAway()
 		if replace {
-			if err := os.WriteFile(s.db, nil, 0o600); err != nil {
-				t.Fatal(err)
-			}
+			must(t, os.WriteFile(s.db, nil, 0o600))
 		}
 		a := s.do("POST", "/v1/pets", animal)
 		s.want(a, http.StatusServiceUnavailable, "not available")
@@ -1467,9 +1464,7 @@ func TestReplacedDatabaseIsNotDamaged(t *testing.T) {
 	t.Run("other", func(t *testing.T) { fill(t, other, "other", 300) })
 	t.Run("first", func(t *testing.T) {
 		fill(t, db, "first", 100).moveAway()
-		if err := os.Rename(other, db); err != nil {
-			t.Fatal(err)
-		}
+		must(t, os.Rename(other, db))
 	})
 	for file, want := range map[string]string{db: "other", db + ".away": "first"} {
 		s := openService(t, file)
@@ -1489,16 +1484,10 @@ func readElsewhere(t *testing.T, db string) (stop func()) {
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), "ANIMALSTORE_READER="+db)
 	stdin, err := cmd.StdinPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	stdout, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
+	must(t, cmd.Start())
 	if line, err := bufio.NewReader(stdout).ReadString('\n'); line != "reading\n" {
 		t.Fatalf("the other process says %q (%v)", line, err)
 	}
@@ -1516,9 +1505,7 @@ func TestLogOfAMovedDatabaseIsKept(t *testing.T) {
 	db, other, away := filepath.Join(dir, "animals.db"), filepath.Join(dir, "other.db"), filepath.Join(dir, "away.db")
 	t.Run("other", func(t *testing.T) { openService(t, other).add("other", 1, "sold") })
 	st, err := openStore(db)
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	add := func() {
 		if _, _, err := st.create(caller{}, "", newPet{"first", 1, "sold"}); err != nil {
 			t.Fatal(err)
@@ -1529,15 +1516,12 @@ func TestLogOfAMovedDatabaseIsKept(t *testing.T) {
 	add()
 	move := func(from, to string) {
 		t.Helper()
-		if err := os.Rename(from, to); err != nil {
-			t.Fatal(err)
-		}
+		must(t, os.Rename(from, to))
 	}
 	move(db, away)
 	move(other, db)
-	if _, err := st.writer.Exec("PRAGMA busy_timeout = 0"); err != nil {
-		t.Fatal(err)
-	}
+	_, err = st.writer.Exec("PRAGMA busy_timeout = 0")
+	must(t, err)
 	err = st.close()
 	kept, _ := filepath.Glob(db + "-wal.*")
 	if len(kept) != 1 || err == nil || !strings.Contains(err.Error(), strconv.Quote(kept[0])) {
@@ -1567,25 +1551,20 @@ func TestLogOfTheNextDatabaseIsLeftAlone(t *testing.T) {
 	dir := t.TempDir()
 	db, moved := filepath.Join(dir, "animals.db"), filepath.Join(dir, "moved.db")
 	st, err := openStore(db)
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	if _, _, err := st.create(caller{}, "", newPet{"first", 1, "sold"}); err != nil {
 		t.Fatal(err)
 	}
 	for _, suffix := range []string{"", "-wal", "-shm"} {
-		if err := os.Rename(db+suffix, moved+suffix); err != nil {
-			t.Fatal(err)
-		}
+		must(t, os.Rename(db+suffix, moved+suffix))
 	}
 	stop := readElsewhere(t, moved)
 	defer stop()
 	s := openService(t, db)
 	s.add("second", 1, "sold")
 	before := snapshot(t, dir)
-	if _, err := st.writer.Exec("PRAGMA busy_timeout = 0"); err != nil {
-		t.Fatal(err)
-	}
+	_, err = st.writer.Exec("PRAGMA busy_timeout = 0")
+	must(t, err)
 	if err := st.close(); err != nil {
 		t.Error(err)
 	}
@@ -1747,15 +1726,11 @@ func TestQueriesNeitherScanNorSort(t *testing.T) {
 	for query, index := range map[string]string{listSQL: "PRIMARY KEY", getSQL: "PRIMARY KEY", listByStatusSQL: "COVERING INDEX pets_by_status",
 		findKeySQL: "PRIMARY KEY", purgeSQL: "idempotency_keys_by_age"} {
 		rows, err := s.store.writer.Query("EXPLAIN QUERY PLAN "+query, make([]any, strings.Count(query, "?"))...)
-		if err != nil {
-			t.Fatal(err)
-		}
+		must(t, err)
 		plan := ""
 		for rows.Next() {
 			var id, parent, unused, detail string
-			if err := rows.Scan(&id, &parent, &unused, &detail); err != nil {
-				t.Fatal(err)
-			}
+			must(t, rows.Scan(&id, &parent, &unused, &detail))
 			plan += detail + "\n"
 		}
 		rows.Close()
@@ -1790,14 +1765,10 @@ func command(t testing.TB, shell string, args ...string) *exec.Cmd {
 func startProcess(t testing.TB, cmd *exec.Cmd) *process {
 	t.Helper()
 	r, w, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	p := &process{t: t, cmd: cmd, stderr: r, log: bufio.NewScanner(r)}
 	cmd.Stderr = w
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	must(t, cmd.Start())
 	w.Close()
 	t.Cleanup(func() {
 		cmd.Process.Kill()
@@ -1871,9 +1842,7 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 			return nil
 		}
 		for i := range sent { // what was asked for before: acknowledged or not, it is there once now
-			if err := add(fmt.Sprint("animal-", i)); err != nil {
-				t.Fatal(err)
-			}
+			must(t, add(fmt.Sprint("animal-", i)))
 		}
 		var adding sync.WaitGroup
 		var added atomic.Int64
@@ -1916,14 +1885,10 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 func TestRestartUnderLoadRefusesNothing(t *testing.T) {
 	t.Parallel()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	defer ln.Close()
 	socket, err := ln.(*net.TCPListener).File()
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	defer socket.Close()
 	db := filepath.Join(t.TempDir(), "animals.db")
 	start := func() *process {
@@ -2075,9 +2040,7 @@ func inFlight(t testing.TB, url string, length int) (net.Conn, *http.Request) {
 	t.Helper()
 	r, _ := http.NewRequest("POST", url+"/v1/pets", nil)
 	conn, err := net.Dial("tcp", r.Host)
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	t.Cleanup(func() { conn.Close() })
 	fmt.Fprintf(conn, "POST /v1/pets HTTP/1.1\r\nHost: %s\r\nAuthorization: Bearer %s\r\nContent-Length: %d\r\nExpect: 100-continue\r\n\r\n",
 		r.Host, testKey, length)
@@ -2129,15 +2092,11 @@ func TestTLS(t *testing.T) {
 	ts := httptest.NewTLSServer(nil)
 	defer ts.Close()
 	key, err := x509.MarshalPKCS8PrivateKey(ts.TLS.Certificates[0].PrivateKey)
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	dir := t.TempDir()
 	write := func(name, kind string, der []byte) string {
 		file := filepath.Join(dir, name)
-		if err := os.WriteFile(file, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		must(t, os.WriteFile(file, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600))
 		return file
 	}
 	p := startProcess(t, command(t, execSelf,
@@ -2149,9 +2108,7 @@ func TestTLS(t *testing.T) {
 	r, _ := http.NewRequest("GET", p.url+"/v1/pets", nil)
 	setHeaders(r, nil)
 	resp, err := transport.RoundTrip(r)
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	if a := checked(t, r, resp); a.status != http.StatusOK || resp.ProtoMajor != 1 {
 		t.Errorf("got %d by HTTP/%d", a.status, resp.ProtoMajor)
 	}
@@ -2172,9 +2129,7 @@ func TestSettings(t *testing.T) {
 	dir := t.TempDir()
 	file := func(name, text string) string {
 		path := filepath.Join(dir, name)
-		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
+		must(t, os.WriteFile(path, []byte(text), 0o600))
 		return path
 	}
 	database := func(name, statements string) string {
@@ -2183,21 +2138,15 @@ func TestSettings(t *testing.T) {
 		return path
 	}
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	defer taken.Close()
 	none := filepath.Join(dir, "none")
 	dangling := filepath.Join(dir, "dangling")
-	if err := os.Symlink(none, dangling); err != nil {
-		t.Fatal(err)
-	}
+	must(t, os.Symlink(none, dangling))
 	moved, emptied := strings.TrimSuffix(file("moved-wal", "some log"), "-wal"), file("emptied", "")
 	file("emptied-wal", "some log")
 	link := filepath.Join(dir, "link")
-	if err := os.Symlink(emptied, link); err != nil {
-		t.Fatal(err)
-	}
+	must(t, os.Symlink(emptied, link))
 	for _, c := range []struct {
 		args   string // separated by spaces; _ stands for nothing, ~ for a line break
 		env    string
@@ -2288,9 +2237,7 @@ func snapshot(t testing.TB, dir string) string {
 	t.Helper()
 	var b strings.Builder
 	entries, err := os.ReadDir(dir)
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	for _, e := range entries {
 		info, _ := e.Info()
 		data, _ := os.ReadFile(filepath.Join(dir, e.Name()))
@@ -2313,9 +2260,7 @@ func TestOddNamesOfDatabases(t *testing.T) {
 			t.Errorf("%q is not used (%v)", name, err)
 		}
 		link := filepath.Join(t.TempDir(), "link")
-		if err := os.Symlink(filepath.Join(dir, name), link); err != nil {
-			t.Fatal(err)
-		}
+		must(t, os.Symlink(filepath.Join(dir, name), link))
 		s = openService(t, link)
 		s.add("Tom", 7, "sold")
 		if err := os.Remove(link); err != nil { // it may lead elsewhere next
@@ -2328,9 +2273,7 @@ func TestOddNamesOfDatabases(t *testing.T) {
 func TestLoadKeys(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "keys")
-	if err := os.WriteFile(file, []byte("\ufeff# old\r\none\r\n\r\n  two#2 \n\t# older\n\tthree,3"), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	must(t, os.WriteFile(file, []byte("\ufeff# old\r\none\r\n\r\n  two#2 \n\t# older\n\tthree,3"), 0o600))
 	k, err := loadKeys(lookup(map[string]string{"API_KEYS": " four, #five ,,one"}), file)
 	if err != nil || len(k) != 6 {
 		t.Fatalf("%d keys, %v", len(k), err)
@@ -2372,9 +2315,7 @@ func TestHelp(t *testing.T) {
 func TestCallersOfTheDeprecatedOperation(t *testing.T) {
 	t.Parallel()
 	readme, err := os.ReadFile("README.md")
-	if err != nil {
-		t.Fatal(err)
-	}
+	must(t, err)
 	pipeline := regexp.MustCompile(`\njournalctl [^|]*\| (.*)\n`).FindSubmatch(readme)
 	if pipeline == nil {
 		t.Fatal("README.md has no such command")
@@ -2499,9 +2440,7 @@ func TestNewerVersionInTheLog(t *testing.T) {
 		if err == nil {
 			err = os.WriteFile(copied+suffix, b, 0o600)
 		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		must(t, err)
 	}
 	if _, err := checkFile(copied); err != nil {
 		t.Fatalf("the file alone knows: %v", err)
