@@ -285,6 +285,7 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 		return err
 	case <-ctx.Done():
 	}
+	s.draining.Store(true)
 	s.log.Info("stopping", "cause", context.Cause(ctx))
 	if err := s.drain(srv, ln); err != nil {
 		s.log.Warn("connections were cut off", "error", err)
@@ -296,7 +297,6 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 // and would wait as long for a stranger as for a client with a valid key.
 func (s *server) drain(srv *http.Server, ln net.Listener) error {
 	deadline := time.Now().Add(drainTimeout)
-	s.draining.Store(true)
 	ln.Close()
 	time.Sleep(goodbyeTime)
 	for s.handling.Load() > 0 && time.Now().Before(deadline) {

@@ -44,31 +44,32 @@ import (
 	"modernc.org/sqlite"
 )
 
-// TestMain makes the test binary the program itself when a test starts it as a process; see command.
+// TestMain also lets the test binary be the program itself (see command), or a program that reads the database (see
+// readElsewhere).
 func TestMain(m *testing.M) {
 	if os.Getenv("ANIMALSTORE_PROCESS") != "" {
 		go func() {
-			io.Copy(io.Discard, os.Stdin) // until the test process ends, even if it is killed
+			io.Copy(io.Discard, os.Stdin) // returns when the test process has ended, even if it was killed
 			os.Exit(1)
 		}()
 		main()
 	}
-	if db := os.Getenv("ANIMALSTORE_READER"); db != "" { // see readElsewhere
+	if db := os.Getenv("ANIMALSTORE_READER"); db != "" {
 		rows, err := openPool(db, "ro", 1).Query("SELECT id FROM pets")
-		if err == nil && rows.Next() { // as long as there are rows to read, the transaction lasts
+		if err == nil && rows.Next() { // the transaction lasts as long as rows is open
 			fmt.Println("reading")
 		}
 		io.Copy(io.Discard, os.Stdin)
 		os.Exit(0)
 	}
-	signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP) // otherwise, under nohup, the started processes would ignore it
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP) // otherwise, under nohup(1), the processes would ignore it
 	os.Exit(m.Run())
 }
 
 // testKey and otherKey are the API keys that a service under test accepts.
 const testKey, otherKey = "test-key", "other-key"
 
-// service is the whole handler over a database file of its own.
+// service is a whole service on its own database file.
 type service struct {
 	t     testing.TB
 	db    string // the database file
@@ -94,21 +95,21 @@ func openService(t testing.TB, db string) *service {
 	return &service{t, db, st, newServer(st, keys{callerOf(testKey), callerOf(otherKey)}, slog.New(slog.NewTextHandler(t.Output(), nil)))}
 }
 
-// reply is a response, read to its end.
+// reply is a response that has been read.
 type reply struct {
 	status int
 	header http.Header
 	body   string
 }
 
-// do sends a request with the given headers ("Name: value") and a valid key, unless there is an Authorization
-// among them ("Authorization:" for none), and checks the answer against openapi.json.
+// do sends a request with a valid key and the given headers ("Name: value"; "Authorization:" sends no key), and checks the
+// response against openapi.json.
 func (s *service) do(method, target, body string, headers ...string) reply {
 	s.t.Helper()
 	return s.serve(httptest.NewRequest(method, target, strings.NewReader(body)), headers...)
 }
 
-// serve does the same with a request that is made already.
+// serve does the same with a request made by the caller.
 func (s *service) serve(r *http.Request, headers ...string) reply {
 	s.t.Helper()
 	setHeaders(r, headers)
@@ -117,25 +118,20 @@ func (s *service) serve(r *http.Request, headers ...string) reply {
 	return checked(s.t, r, w.Result())
 }
 
-// addMeanwhile has others add animals until the returned function is called.
-func (s *service) addMeanwhile() (stop func()) {
-	done := make(chan struct{})
-	var adding sync.WaitGroup
-	for range 4 {
-		adding.Go(func() {
-			for {
-				select {
-				case <-done:
-					return
-				default:
-					s.add("meanwhile", 1, "available")
-				}
+// repeat calls f in n goroutines, with their numbers, until stop is called.
+func repeat(n int, f func(i int)) (stop func()) {
+	var stopped atomic.Bool
+	var all sync.WaitGroup
+	for i := range n {
+		all.Go(func() {
+			for !stopped.Load() {
+				f(i)
 			}
 		})
 	}
 	return func() {
-		close(done)
-		adding.Wait()
+		stopped.Store(true)
+		all.Wait()
 	}
 }
 
@@ -154,7 +150,7 @@ func setHeaders(r *http.Request, headers []string) {
 	}
 }
 
-// checked reads a response to its end and holds it to the rules for all, and to openapi.json.
+// checked reads a response and checks it against openapi.json and the rules for all responses.
 func checked(t testing.TB, r *http.Request, resp *http.Response) reply {
 	t.Helper()
 	defer resp.Body.Close()
@@ -163,7 +159,7 @@ func checked(t testing.TB, r *http.Request, resp *http.Response) reply {
 		t.Fatalf("%s %s: reading the body: %v", r.Method, r.URL, err)
 	}
 	if r.Method == "HEAD" {
-		body = nil // a Recorder keeps what net/http does not send
+		body = nil // net/http would not send it
 	}
 	a := reply{resp.StatusCode, resp.Header, string(body)}
 	for _, fault := range contractFaults(r.Method, r.URL, a) {
@@ -186,7 +182,7 @@ func (s *service) add(name string, category int64, status string) pet {
 	return got
 }
 
-// want checks the status of an answer, and that its body contains the words.
+// want checks the status of a response, and that its body contains words.
 func (s *service) want(a reply, status int, words string) {
 	s.t.Helper()
 	if a.status != status || !strings.Contains(a.body, words) {
@@ -203,7 +199,7 @@ func decode[T any](t testing.TB, a reply) T {
 	return v
 }
 
-// sql runs a statement on the database from outside the service.
+// sql runs a statement on the database on a connection of its own, as another program would.
 func (s *service) sql(query string, args ...any) {
 	s.t.Helper()
 	db := openPool(s.db, "rw", 1)
@@ -211,6 +207,14 @@ func (s *service) sql(query string, args ...any) {
 	if _, err := db.Exec(query, args...); err != nil {
 		s.t.Fatalf("%s: %v", query, err)
 	}
+}
+
+// writeFile creates a file with text in dir, and returns its path.
+func writeFile(t testing.TB, dir, name, text string) string {
+	t.Helper()
+	path := filepath.Join(dir, name)
+	must(t, os.WriteFile(path, []byte(text), 0o600))
+	return path
 }
 
 // must fails the test unless err is nil.
@@ -221,18 +225,17 @@ func must(t testing.TB, err error) {
 	}
 }
 
-// eventually waits until the condition holds, and fails if that takes longer than it ever should.
+// eventually waits until condition returns true. It fails the test after 20 seconds.
 func eventually(t testing.TB, what string, condition func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(20 * time.Second); !condition(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
-			t.Fatalf("never: %s", what)
+			t.Fatalf("this never happened: %s", what)
 		}
 	}
 }
 
-// What openapi.json says, read as a tool would read it.
-
+// document is openapi.json, decoded.
 var document = func() (d map[string]any) {
 	if err := json.Unmarshal(openAPI, &d); err != nil {
 		panic(err)
@@ -240,7 +243,7 @@ var document = func() (d map[string]any) {
 	return d
 }()
 
-// at returns the value at path in a document, references followed, or nil.
+// at returns the value at path in an OpenAPI document, or nil. It follows references.
 func at(v any, path ...string) any {
 	for {
 		m, ok := v.(map[string]any)
@@ -261,7 +264,7 @@ func at(v any, path ...string) any {
 	}
 }
 
-// operation returns the documented operation that a request is for, or nil.
+// operation returns the operation in openapi.json that a request is for, or nil.
 func operation(method, path string) any {
 	if method == "HEAD" {
 		method = "GET"
@@ -278,7 +281,7 @@ func operation(method, path string) any {
 	return at(document, "paths", "/pets"+rest, strings.ToLower(method))
 }
 
-// contractFaults returns what in an answer is not as the documents say.
+// contractFaults returns how a response differs from openapi.json and the rules for all responses.
 func contractFaults(method string, target *url.URL, a reply) (faults []string) {
 	add := func(format string, args ...any) { faults = append(faults, fmt.Sprintf(format, args...)) }
 	for name, want := range map[string]string{"Content-Type": "application/json", "Cache-Control": "no-store",
@@ -339,14 +342,17 @@ func contractFaults(method string, target *url.URL, a reply) (faults []string) {
 	return faults
 }
 
-// schemaFaults returns how a value, decoded with its numbers kept, does not fit an OpenAPI schema.
+// schemaFaults returns how a value, decoded with UseNumber, differs from an OpenAPI schema.
 func schemaFaults(schema, v any, where string) (faults []string) {
 	add := func(format string, args ...any) {
 		faults = append(faults, where+": "+fmt.Sprintf(format, args...))
 	}
-	bound := func(name string, breaks func(limit float64) bool) {
-		if limit, ok := at(schema, name).(float64); ok && breaks(limit) {
-			add("%v breaks %s %v", v, name, limit)
+	bound := func(minimum, maximum string, n float64) {
+		if limit, ok := at(schema, minimum).(float64); ok && n < limit {
+			add("%v breaks %s %v", v, minimum, limit)
+		}
+		if limit, ok := at(schema, maximum).(float64); ok && n > limit {
+			add("%v breaks %s %v", v, maximum, limit)
 		}
 	}
 	if enum, ok := at(schema, "enum").([]any); ok && !slices.Contains(enum, v) {
@@ -358,21 +364,18 @@ func schemaFaults(schema, v any, where string) (faults []string) {
 	}
 	switch v := v.(type) {
 	case string:
-		length := float64(utf8.RuneCountInString(v))
-		bound("minLength", func(limit float64) bool { return length < limit })
-		bound("maxLength", func(limit float64) bool { return length > limit })
+		bound("minLength", "maxLength", float64(utf8.RuneCountInString(v)))
 		if pattern, ok := at(schema, "pattern").(string); ok && !regexp.MustCompile(pattern).MatchString(v) {
 			add("%q does not match %s", v, pattern)
 		}
 	case json.Number:
 		n, err := strconv.ParseInt(v.String(), 10, 64)
 		if err != nil {
-			add("%v is no int64", v)
+			add("%v is not an int64", v)
 		}
-		bound("minimum", func(limit float64) bool { return float64(n) < limit })
-		bound("maximum", func(limit float64) bool { return float64(n) > limit })
+		bound("minimum", "maximum", float64(n))
 	case []any:
-		bound("maxItems", func(limit float64) bool { return float64(len(v)) > limit })
+		bound("minItems", "maxItems", float64(len(v)))
 		for i, item := range v {
 			faults = append(faults, schemaFaults(at(schema, "items"), item, fmt.Sprintf("%s[%d]", where, i))...)
 		}
@@ -394,12 +397,12 @@ func schemaFaults(schema, v any, where string) (faults []string) {
 	return faults
 }
 
-// TestEveryDocumentedStatusIsReached provokes each status that openapi.json has for an operation.
+// TestEveryDocumentedStatusIsReached causes each response that openapi.json lists.
 func TestEveryDocumentedStatusIsReached(t *testing.T) {
 	t.Parallel()
 	const animal = `{"name":"Rex","categoryId":7}`
 	broken := func(s *service) { s.sql("DROP TABLE pets") }
-	unreadable := func(s *service) { // whoever reads must open the file again, and cannot
+	unreadable := func(s *service) { // reads have to open the file again, and cannot
 		s.store.readers.SetMaxIdleConns(0)
 		s.moveAway()
 	}
@@ -441,24 +444,24 @@ func TestEveryDocumentedStatusIsReached(t *testing.T) {
 			}
 		})
 	}
-	scenarios["createPet 408"] = scenarios["createPet 400"] // which is in TestLimits
+	scenarios["createPet 408"] = scenarios["createPet 400"] // TestLimits causes it
 	for _, methods := range document["paths"].(map[string]any) {
 		for method := range methods.(map[string]any) {
 			for status := range at(methods, method, "responses").(map[string]any) {
 				name := at(methods, method, "operationId").(string) + " " + status
 				if _, ok := scenarios[name]; !ok {
-					t.Errorf("nothing provokes the documented status %s", name)
+					t.Errorf("no test causes %s, which is documented", name)
 				}
 			}
 		}
 	}
 }
 
-// fill makes the database take no further page.
+// fill fills the database: it cannot grow any more.
 func (s *service) fill() {
 	s.t.Helper()
 	s.pragma("max_page_count = " + s.pragma("page_count"))
-	for i := 0; ; i++ { // into the room left on the pages that there are
+	for i := 0; ; i++ { // until the last page is full
 		body := fmt.Sprintf(`{"name":"%s","categoryId":%d}`, strings.Repeat("x", 200), i)
 		if a := s.do("POST", "/v1/pets", body); a.status != http.StatusCreated {
 			s.want(a, http.StatusServiceUnavailable, "unavailable")
@@ -467,7 +470,7 @@ func (s *service) fill() {
 	}
 }
 
-// moveAway gives the database file another name, until the returned function gives it the right one back.
+// moveAway renames the database file. back renames it back.
 func (s *service) moveAway() (back func()) {
 	s.t.Helper()
 	move := func(from, to string) {
@@ -477,7 +480,7 @@ func (s *service) moveAway() (back func()) {
 	return func() { move(s.db+".away", s.db) }
 }
 
-// lock takes the write lock from outside the service until the returned function is called.
+// lock takes the write lock, as another program would, until unlock is called.
 func (s *service) lock() (unlock func()) {
 	s.t.Helper()
 	db := openPool(s.db, "rw", 1)
@@ -486,7 +489,7 @@ func (s *service) lock() (unlock func()) {
 	return sync.OnceFunc(func() { db.Close() })
 }
 
-// pragma sets or reads a setting of the connection that writes.
+// pragma runs a PRAGMA on the writer's connection and returns its result, if there is one.
 func (s *service) pragma(text string) (value string) {
 	s.t.Helper()
 	if err := s.store.writer.QueryRow("PRAGMA " + text).Scan(&value); err != nil && !errors.Is(err, sql.ErrNoRows) {
@@ -495,8 +498,8 @@ func (s *service) pragma(text string) (value string) {
 	return value
 }
 
-// whenWaiting sends n requests to create, each made by its number, while the database is locked, and returns the
-// answers. All have joined one batch when the lock goes, after meanwhile was called.
+// whenWaiting sends n creates with the given headers while the database is locked, waits until they have all joined one
+// batch, calls meanwhile, unlocks the database, and returns the responses.
 func (s *service) whenWaiting(n int, meanwhile func(), headers func(i int) []string) []reply {
 	s.t.Helper()
 	s.pragma("busy_timeout = 60000") // however slow the machine is
@@ -508,14 +511,14 @@ func (s *service) whenWaiting(n int, meanwhile func(), headers func(i int) []str
 			answers[i] = s.do("POST", "/v1/pets", fmt.Sprintf(`{"name":"animal %d","categoryId":7}`, i), headers(i)...)
 		})
 	}
-	eventually(s.t, "all creates wait", func() bool { return s.waiting() == n })
+	eventually(s.t, "all creates are waiting", func() bool { return s.waiting() == n })
 	meanwhile()
 	unlock()
 	all.Wait()
 	return answers
 }
 
-// waiting returns how many creations the batch has that is gathering.
+// waiting returns the number of creations that have joined the current batch.
 func (s *service) waiting() int {
 	s.store.joining.Lock()
 	defer s.store.joining.Unlock()
@@ -525,7 +528,7 @@ func (s *service) waiting() int {
 	return len(s.store.gathering.creations)
 }
 
-// TestListPets is about what the list holds and how it is paged.
+// TestListPets tests the content of pages and the links between them.
 func TestListPets(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -564,7 +567,7 @@ func TestListPets(t *testing.T) {
 	}
 }
 
-func TestListPetsRefusesWhatItDoesNotUnderstand(t *testing.T) {
+func TestListPetsRefusesOtherQueries(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	for query, words := range map[string]string{
@@ -594,14 +597,14 @@ func TestListPetsRefusesWhatItDoesNotUnderstand(t *testing.T) {
 	s.want(s.do("GET", "/v1/pets?"+strings.Repeat("x", 5000), ""), http.StatusBadRequest, strings.Repeat("x", 64)+`\"`)
 }
 
-// TestPagingSeesEachAnimalOnce walks the pages while others add animals.
+// TestPagingSeesEachAnimalOnce follows the links while animals are added.
 func TestPagingSeesEachAnimalOnce(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	for range 120 {
 		s.add("before", 1, "available")
 	}
-	stop := s.addMeanwhile()
+	stop := repeat(4, func(int) { s.add("meanwhile", 1, "available") })
 	var ids []int64
 	for target := "/v1/pets?limit=7&status=available"; target != "" && len(ids) < 120; {
 		a := s.do("GET", target, "")
@@ -612,11 +615,11 @@ func TestPagingSeesEachAnimalOnce(t *testing.T) {
 	}
 	stop()
 	if len(ids) < 120 {
-		t.Errorf("the walk ended after %d animals", len(ids))
+		t.Errorf("the pages end after %d animals, want 120", len(ids))
 	}
 	for i, id := range ids {
 		if id != int64(i+1) {
-			t.Fatalf("the walk saw %v", ids)
+			t.Fatalf("the ids on the pages are %v, want 1, 2, 3, ...", ids)
 		}
 	}
 }
@@ -694,16 +697,16 @@ func TestCreatePetRefusesOtherBodies(t *testing.T) {
 		}
 	}
 	if a := s.do("GET", "/v1/pets", ""); a.body != "[]\n" {
-		t.Errorf("something was stored: %s", a.body)
+		t.Errorf("the animals are %s, want none", a.body)
 	}
 	exact := `{"name":"x","categoryId":1}`
 	exact += strings.Repeat(" ", maxBody-len(exact))
 	s.want(s.do("POST", "/v1/pets", exact), http.StatusCreated, "")
 	s.want(s.do("POST", "/v1/pets", exact+" "), http.StatusRequestEntityTooLarge, "65536")
-	r := httptest.NewRequest("POST", "/v1/pets", io.MultiReader(strings.NewReader(exact), strings.NewReader(" "))) // in chunks
+	r := httptest.NewRequest("POST", "/v1/pets", io.MultiReader(strings.NewReader(exact), strings.NewReader(" "))) // chunked
 	s.want(s.serve(r), http.StatusRequestEntityTooLarge, "65536")
 	r = httptest.NewRequest("POST", "/v1/pets", io.MultiReader(strings.NewReader(`{"name":`), iotest.ErrReader(io.ErrUnexpectedEOF)))
-	s.want(s.serve(r), http.StatusBadRequest, "read to its end") // from a client that goes away
+	s.want(s.serve(r), http.StatusBadRequest, "read to its end") // the client disconnects
 }
 
 func TestContentType(t *testing.T) {
@@ -756,7 +759,7 @@ func TestGetPet(t *testing.T) {
 	}
 }
 
-// TestRouting is about paths and methods that lead nowhere, for callers with a key and without.
+// TestRouting requests unknown paths and methods, with a key and without.
 func TestRouting(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -799,7 +802,7 @@ func TestRouting(t *testing.T) {
 	}
 	s.want(s.do("GET", "/healthz", ""), http.StatusOK, `{"status":"ok"}`)
 	if a := s.do("GET", "/openapi.json", ""); a.body != string(openAPI) {
-		t.Error("/openapi.json is another document")
+		t.Error("GET /openapi.json does not return openapi.json")
 	}
 	if a := s.do("HEAD", "/v1/pets", ""); a.status != http.StatusOK || a.body != "" {
 		t.Errorf("HEAD /v1/pets = %d %q", a.status, a.body)
@@ -809,7 +812,7 @@ func TestRouting(t *testing.T) {
 	s.want(s.serve(r, "Authorization:"), http.StatusUnauthorized, "")
 }
 
-func TestTheFirstFaultAnswers(t *testing.T) {
+func TestOrderOfErrors(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	large := strings.Repeat("x", maxBody+1)
@@ -827,7 +830,7 @@ func TestKeyCheck(t *testing.T) {
 	const missing, invalid = `Bearer realm="animalstore"`, `Bearer realm="animalstore", error="invalid_token"`
 	for _, c := range []struct {
 		headers   string
-		challenge string // "" if the key is to be accepted
+		challenge string // "" if the key is valid
 	}{
 		{"Authorization: Bearer test-key", ""},
 		{"Authorization: bearer  other-key", ""},
@@ -851,27 +854,27 @@ func TestKeyCheck(t *testing.T) {
 			s.want(a, http.StatusUnauthorized, "API key")
 		}
 		if got := a.header.Get("WWW-Authenticate"); got != c.challenge {
-			t.Errorf("%s is answered with the challenge %q, want %q", c.headers, got, c.challenge)
+			t.Errorf("%s: WWW-Authenticate is %q, want %q", c.headers, got, c.challenge)
 		}
 		if strings.Contains(a.body, "test-key") {
-			t.Errorf("the answer gives the key away: %s", a.body)
+			t.Errorf("the response contains the key: %s", a.body)
 		}
 	}
 	s.want(s.do("GET", "/v1/pets?access_token=test-key", "", "Authorization:"), http.StatusUnauthorized, "")
 	s.add("Rex", 7, "sold")
 	for _, target := range []string{"/v1/pets", "/v1/pets/1"} {
-		s.want(s.do("GET", target, ""), http.StatusOK, "Rex") // and now it is in the cache
+		s.want(s.do("GET", target, ""), http.StatusOK, "Rex") // fills the cache
 		s.want(s.do("GET", target, "", "Authorization:"), http.StatusUnauthorized, "")
 	}
 }
 
-// TestLog is about the line that each request has in the log, and what must not be there.
+// TestLog tests what the log line of a request contains, and what it must not contain.
 func TestLog(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	one, two := s.do("GET", "/healthz", ""), s.do("GET", "/healthz", "")
 	if one.header.Get("X-Request-Id") == two.header.Get("X-Request-Id") {
-		t.Error("two requests have one id")
+		t.Error("two requests have the same id")
 	}
 	var log bytes.Buffer
 	s.Handler.(*server).log = slog.New(slog.NewTextHandler(&log, nil))
@@ -920,7 +923,7 @@ func TestLog(t *testing.T) {
 	}
 }
 
-// TestLogWriter has nobody read the log for a while, then for ever.
+// TestLogWriter writes to a pipe that nobody reads for some time, and then to one that nobody ever reads.
 func TestLogWriter(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -941,7 +944,7 @@ func TestLogWriter(t *testing.T) {
 			t.Fatal(text.String())
 		}
 		if n, _ := strconv.Atoi(lost[1]); n > 4000 || n+strings.Count(text.String(), "line ") != 5000 {
-			t.Errorf("%d lines are written and %d counted as lost, of 5000", strings.Count(text.String(), "line "), n)
+			t.Errorf("%d lines were written and %d reported as dropped, want 5000 in all", strings.Count(text.String(), "line "), n)
 		}
 	})
 	synctest.Test(t, func(t *testing.T) {
@@ -951,14 +954,14 @@ func TestLogWriter(t *testing.T) {
 		start := time.Now()
 		log.close()
 		if waited := time.Since(start); waited != time.Second {
-			t.Errorf("the end waits %v for a log that nobody reads", waited)
+			t.Errorf("close waited %v, want 1s", waited)
 		}
 		pr.Close()
 		time.Sleep(time.Second)
 	})
 }
 
-// TestLogOnAFullDisk writes lines to a disk that takes 100 bytes, none, and then all.
+// TestLogOnAFullDisk writes 30 lines to a disk that is full after 100 bytes, and has room again from line 20.
 func TestLogOnAFullDisk(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -976,12 +979,12 @@ func TestLogOnAFullDisk(t *testing.T) {
 		whole := regexp.MustCompile(`(?m)^line \d+ of thirty$`).FindAllString(disk.text, -1)
 		rest := regexp.MustCompile(`(?m)^line \d+ of thirty\n`).ReplaceAllString(disk.text, "")
 		if len(whole) != 15 || !regexp.MustCompile(`^line 5 of thirt\ntime=\S+ level=WARN msg=".*" lines=15\n$`).MatchString(rest) {
-			t.Errorf("%d lines are whole, want 15, and the log is\n%s", len(whole), disk.text)
+			t.Errorf("%d lines are complete, want 15, and one report of 15 dropped lines, in\n%s", len(whole), disk.text)
 		}
 	})
 }
 
-// disk is an io.Writer with room for so many bytes.
+// disk is an io.Writer with a limited capacity.
 type disk struct {
 	room int
 	text string
@@ -997,36 +1000,27 @@ func (d *disk) Write(b []byte) (int, error) {
 	return n, nil
 }
 
-// pipes is a net.Listener in memory, for a server under a fake clock.
+// pipes is a net.Listener for connections in memory, which work under a fake clock.
 type pipes struct {
-	conns  chan net.Conn
-	closed chan struct{}
-	close  func()
-}
-
-func newPipes() *pipes {
-	l := &pipes{conns: make(chan net.Conn), closed: make(chan struct{})}
-	l.close = sync.OnceFunc(func() { close(l.closed) })
-	return l
+	conns chan net.Conn
+	once  sync.Once
 }
 
 func (l *pipes) Accept() (net.Conn, error) {
-	select {
-	case conn := <-l.conns:
+	if conn, ok := <-l.conns; ok {
 		return conn, nil
-	case <-l.closed:
-		return nil, net.ErrClosed
 	}
+	return nil, net.ErrClosed
 }
 
 func (l *pipes) Close() error {
-	l.close()
+	l.once.Do(func() { close(l.conns) })
 	return nil
 }
 
 func (l *pipes) Addr() net.Addr { return &net.TCPAddr{} }
 
-// send sends text on a new connection, and returns that connection.
+// send opens a connection and sends text on it.
 func (l *pipes) send(text string) net.Conn {
 	client, server := net.Pipe()
 	l.conns <- server
@@ -1037,7 +1031,7 @@ func (l *pipes) send(text string) net.Conn {
 	return client
 }
 
-// received returns the answer on a connection to a request of that method.
+// received returns the response to a request with the given method on conn.
 func (s *service) received(conn net.Conn, method string) (reply, *http.Response) {
 	s.t.Helper()
 	r := httptest.NewRequest(method, "/v1/pets", nil)
@@ -1046,16 +1040,16 @@ func (s *service) received(conn net.Conn, method string) (reply, *http.Response)
 	return checked(s.t, r, resp), resp
 }
 
-// serveInMemory serves on connections in memory until stop is called, which returns when it has ended.
+// serveInMemory serves connections in memory until stop is called. stop returns when the service has stopped.
 func (s *service) serveInMemory() (ln *pipes, stop func()) {
-	ln = newPipes()
+	ln = &pipes{conns: make(chan net.Conn)}
 	ctx, cancel := context.WithCancel(s.t.Context())
 	ended := make(chan error)
 	go func() { ended <- s.Handler.(*server).serve(ctx, ln) }()
 	return ln, func() {
 		cancel()
 		if err := <-ended; err != nil {
-			s.t.Errorf("the end is an error: %v", err)
+			s.t.Errorf("serve returned %v", err)
 		}
 	}
 }
@@ -1065,19 +1059,19 @@ const (
 	lengthAndOn = "Content-Length: 29\r\n\r\n"
 )
 
-// TestStop is about what a stop waits for, in the seconds of a fake clock.
+// TestStop tests what a stop waits for, with a fake clock.
 func TestStop(t *testing.T) {
 	t.Parallel()
 	for what, c := range map[string]struct {
 		sent        string
-		later       time.Duration // when the body is sent; 0 for never
+		later       time.Duration // when the body is sent, 0 for never
 		least, most time.Duration
 	}{
 		"a connection that has sent nothing":   {"", 0, 0, 2 * time.Second},
 		"half a header":                        {"GET /v1/pets HTTP/1.1\r\n" + withKey, 0, 0, 2 * time.Second},
 		"a body without a key":                 {"POST /v1/pets HTTP/1.1\r\nHost: x\r\n" + lengthAndOn, 0, 0, 2 * time.Second},
-		"a body where there is none to be":     {"GET /openapi.json HTTP/1.1\r\nHost: x\r\n" + lengthAndOn, 0, 0, 2 * time.Second},
-		"an answer that nobody reads":          {"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n", 0, 0, 2 * time.Second},
+		"an unexpected body":                   {"GET /openapi.json HTTP/1.1\r\nHost: x\r\n" + lengthAndOn, 0, 0, 2 * time.Second},
+		"a response that nobody reads":         {"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n", 0, 0, 2 * time.Second},
 		"a request with a key":                 {"POST /v1/pets HTTP/1.1\r\n" + withKey + lengthAndOn, 9 * time.Second, 9 * time.Second, 10 * time.Second},
 		"a request with a key that never ends": {"POST /v1/pets HTTP/1.1\r\n" + withKey + lengthAndOn, 0, 10 * time.Second, 11 * time.Second},
 	} {
@@ -1091,20 +1085,20 @@ func TestStop(t *testing.T) {
 					time.Sleep(c.later)
 					go io.WriteString(conn, `{"name":"Rex","categoryId":7}`)
 					if a, resp := s.received(conn, "POST"); a.status != http.StatusCreated || !resp.Close {
-						t.Errorf("%s is answered with %d %s, connection closed: %v", what, a.status, a.body, resp.Close)
+						t.Errorf("%s: got %d %s, Connection: close %v", what, a.status, a.body, resp.Close)
 					}
 				}()
 			}
 			start := time.Now()
 			stop()
 			if took := time.Since(start); took < c.least || took > c.most {
-				t.Errorf("%s: the stop takes %v, want %v to %v", what, took, c.least, c.most)
+				t.Errorf("%s: the stop took %v, want %v to %v", what, took, c.least, c.most)
 			}
 		})
 	}
 }
 
-// TestLimits is about the limits of the server, in the seconds of a fake clock.
+// TestLimits tests the limits of the server, with a fake clock.
 func TestLimits(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -1113,13 +1107,13 @@ func TestLimits(t *testing.T) {
 		for size, want := range map[int]string{15 << 10: "HTTP/1.1 200", 17 << 10: "HTTP/1.1 431"} {
 			conn := ln.send("GET /healthz HTTP/1.1\r\nHost: x\r\nX: " + strings.Repeat("x", size) + "\r\n\r\n")
 			if line, _ := bufio.NewReader(conn).ReadString('\n'); !strings.HasPrefix(line, want) {
-				t.Errorf("a header of %d bytes is answered with %q, want %s", size, line, want)
+				t.Errorf("with a header of %d bytes the response is %q, want %s", size, line, want)
 			}
 			conn.Close()
 		}
 		conn := ln.send("OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n")
 		if line, _ := bufio.NewReader(conn).ReadString('\n'); !strings.HasPrefix(line, "HTTP/1.1 401") {
-			t.Errorf("OPTIONS * without a key is answered with %q", line)
+			t.Errorf("OPTIONS * without a key = %q, want 401", line)
 		}
 		conn.Close()
 		for sent, want := range map[string]time.Duration{
@@ -1128,7 +1122,7 @@ func TestLimits(t *testing.T) {
 			start := time.Now()
 			io.Copy(io.Discard, ln.send(sent))
 			if took := time.Since(start); took != want {
-				t.Errorf("a connection that has sent %q is closed after %v, want %v", sent, took, want)
+				t.Errorf("after %q the connection was closed after %v, want %v", sent, took, want)
 			}
 		}
 		for header, body := range map[string]string{
@@ -1136,7 +1130,7 @@ func TestLimits(t *testing.T) {
 			"Host: x\r\nConnection: close\r\n" + lengthAndOn:               strings.Repeat("x", 29),
 			"Host: x\r\nTransfer-Encoding: chunked\r\n\r\n":                "1\r\nx\r\n0\r\n\r\n",
 			withKey + "Content-Type: text/plain\r\n" + lengthAndOn:         strings.Repeat("x", 29),
-			withKey + "Connection: close\r\nContent-Length: 70000\r\n\r\n": strings.Repeat("x", 70000), // read in part
+			withKey + "Connection: close\r\nContent-Length: 70000\r\n\r\n": strings.Repeat("x", 70000), // the service reads a part of it
 			"Host: x\r\nContent-Length: 1000000\r\n\r\n":                   strings.Repeat("x", 1000000),
 		} {
 			start := time.Now()
@@ -1150,33 +1144,32 @@ func TestLimits(t *testing.T) {
 				sent <- err
 			}()
 			if a, resp := s.received(conn, "POST"); a.status/100 != 4 || !resp.Close || time.Since(start) > 0 {
-				t.Errorf("%q is answered with %d after %v", header, a.status, time.Since(start))
+				t.Errorf("%q: got %d after %v, Connection: close %v", header, a.status, time.Since(start), resp.Close)
 			}
 			if err := <-sent; (err == nil) != (len(body) < 256<<10) {
-				t.Errorf("sending the body after the answer to %q: %v", header, err)
+				t.Errorf("%q: sending the body of %d bytes after the response: %v", header, len(body), err)
 			}
 			conn.Close()
 		}
 		conn = ln.send("GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
 		time.Sleep(21 * time.Second)
 		if n, _ := io.Copy(io.Discard, conn); n > 0 {
-			t.Errorf("an answer that nobody reads is kept: %d bytes", n)
+			t.Errorf("%d bytes of a response arrived after the write timeout", n)
 		}
 		start := time.Now()
 		conn = ln.send("POST /v1/pets HTTP/1.1\r\n" + withKey + lengthAndOn + `{"name":`)
 		a, resp := s.received(conn, "POST")
 		s.want(a, http.StatusRequestTimeout, "in time")
 		if took := time.Since(start); took != 10*time.Second || !resp.Close {
-			t.Errorf("a body is waited for %v, and then the connection is closed: %v", took, resp.Close)
+			t.Errorf("the service waited %v for the body, want 10s; Connection: close %v", took, resp.Close)
 		}
 		conn.Close()
 		stop()
 	})
 }
 
-// TestClientThatGoesAway is about requests whose client has left: a create is completed, and to interrupt a read would
-// cost a connection.
-func TestClientThatGoesAway(t *testing.T) {
+// TestDisconnectedClient sends requests with a cancelled context: creates are completed, and reads are not interrupted.
+func TestDisconnectedClient(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	ctx, leave := context.WithCancel(t.Context())
@@ -1194,21 +1187,21 @@ func TestIdempotencyKey(t *testing.T) {
 	first := s.do("POST", "/v1/pets", animal, "Idempotency-Key: k")
 	s.want(first, http.StatusCreated, `"id":1,`)
 	if first.header.Get("Idempotency-Replayed") != "" {
-		t.Error("the first answer claims to be a replay")
+		t.Error("the first response has Idempotency-Replayed")
 	}
 	s.sql("UPDATE pets SET name = 'edited' WHERE id = 1")
 	for _, same := range []string{animal, `{ "status":"available", "categoryId":7, "name":"\u0052ex" }`} {
 		again := s.do("POST", "/v1/pets", same, "Idempotency-Key: k")
 		if again.status != http.StatusCreated || again.body != first.body || again.header.Get("Idempotency-Replayed") != "true" ||
 			again.header.Get("Location") != first.header.Get("Location") {
-			t.Errorf("repeated %s = %d %s %v, want %s", same, again.status, again.body, again.header, first.body)
+			t.Errorf("%s repeated = %d %s %v, want %s", same, again.status, again.body, again.header, first.body)
 		}
 	}
 	for _, other := range []string{`{"name":"rex","categoryId":7}`, `{"name":"Rex","categoryId":8}`, `{"name":"Rex","categoryId":7,"status":"sold"}`} {
 		a := s.do("POST", "/v1/pets", other, "Idempotency-Key: k")
 		s.want(a, http.StatusUnprocessableEntity, "idempotency_key_reused")
 		if a.header.Get("Location")+a.header.Get("Idempotency-Replayed") != "" {
-			t.Errorf("%s is answered with %v", other, a.header)
+			t.Errorf("%s: the headers are %v", other, a.header)
 		}
 	}
 	s.want(s.do("POST", "/v1/pets", `{"name":1}`, "Idempotency-Key: k"), http.StatusBadRequest, "name must")
@@ -1221,7 +1214,7 @@ func TestIdempotencyKey(t *testing.T) {
 		s.want(s.do("POST", "/v1/pets", animal, strings.Split(bad, "|")...), http.StatusBadRequest, "1 to 255 visible ASCII")
 	}
 	if got := len(decode[[]pet](t, s.do("GET", "/v1/pets", ""))); got != 5 {
-		t.Errorf("there are %d animals, want 5", got)
+		t.Errorf("%d animals are stored, want 5", got)
 	}
 }
 
@@ -1242,17 +1235,17 @@ func TestIdempotencyKeyIsForgottenAfterADay(t *testing.T) {
 	const day = 24 * time.Hour
 	age(day - time.Second)
 	create(0, 1)
-	age(-day) // the clock was set back
+	age(-day) // as if the clock had been set back
 	create(0, 1)
 	age(day + time.Second)
 	create(0, 11)
 	create(0, 11)
-	for i := range 4 { // each of which deletes a few that are no longer remembered
+	for i := range 4 { // each deletes two expired keys
 		create(fmt.Sprint("new-", i), 12+i)
 	}
 	var left int
 	if err := s.store.writer.QueryRow("SELECT count(*) FROM idempotency_keys").Scan(&left); err != nil || left != 5 {
-		t.Errorf("%d keys are left (%v), want 5", left, err)
+		t.Errorf("%d keys are stored (%v), want 5", left, err)
 	}
 }
 
@@ -1267,17 +1260,17 @@ func TestAnimalsOutliveTheProcess(t *testing.T) {
 		s.sql("DELETE FROM pets WHERE id = 2")
 	})
 	if files := snapshot(t, filepath.Dir(db)); strings.Count(files, "\n") != 1 {
-		t.Errorf("there are\n%s", files)
+		t.Errorf("the files are\n%s", files)
 	}
 	s := openService(t, db)
 	s.want(s.do("GET", "/v1/pets", ""), http.StatusOK, `[{"id":1,"name":"Rex","categoryId":7,"status":"sold"}]`)
 	a := s.do("POST", "/v1/pets", `{"name":"Tom","categoryId":8}`, "Idempotency-Key: k")
 	s.want(a, http.StatusCreated, `"id":2,`)
 	if a.header.Get("Idempotency-Replayed") != "true" {
-		t.Error("the key is forgotten")
+		t.Error("the Idempotency-Key was forgotten")
 	}
 	if p := s.add("new", 1, "sold"); p.ID != 3 {
-		t.Errorf("id %d is used again", p.ID)
+		t.Errorf("the new animal has the id %d, want 3", p.ID)
 	}
 }
 
@@ -1303,10 +1296,10 @@ func TestWaitingCreatesShareOneCommit(t *testing.T) {
 		answers[a.status]++
 	}
 	if n := commits() - before; n != 1 {
-		t.Errorf("20 creates that waited were stored by %d commits", n)
+		t.Errorf("20 waiting creates took %d commits, want 1", n)
 	}
 	if answers[http.StatusCreated] != 10 || answers[http.StatusUnprocessableEntity] != 10 {
-		t.Errorf("the answers are %v, want ten animals and ten keys used again", answers)
+		t.Errorf("the numbers of responses by status are %v, want ten 201 and ten 422", answers)
 	}
 }
 
@@ -1316,19 +1309,19 @@ func TestFullBatch(t *testing.T) {
 	b := &batch{creations: make([]*creation, 4095), done: make(chan struct{})}
 	close(b.done)
 	s.store.gathering = b
-	if _, _, err := s.store.create(caller{}, "", newPet{"Rex", 7, "sold"}); err != nil { // joins it, and finds it done
+	if _, _, err := s.store.create(caller{}, "", newPet{"Rex", 7, "sold"}); err != nil { // joins b, which is done
 		t.Error(err)
 	}
 	s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`), http.StatusServiceUnavailable, "unavailable")
 	s.store.gathering = nil
 }
 
-// TestOneInsertFailsAlone has triggers refuse one animal, and leave out another, in a batch of ten.
+// TestOneInsertFailsAlone has triggers refuse one animal and skip another in a batch of ten.
 func TestOneInsertFailsAlone(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	s.sql(`CREATE TRIGGER refuse BEFORE INSERT ON pets WHEN new.name = 'animal 3' BEGIN SELECT RAISE(ABORT, 'refused'); END;
-		CREATE TRIGGER leave_out BEFORE INSERT ON pets WHEN new.name = 'animal 5' BEGIN SELECT RAISE(IGNORE); END`)
+		CREATE TRIGGER skip BEFORE INSERT ON pets WHEN new.name = 'animal 5' BEGIN SELECT RAISE(IGNORE); END`)
 	keys := func(i int) []string { return []string{fmt.Sprint("Idempotency-Key: ", i)} }
 	for i, a := range s.whenWaiting(10, func() {}, keys) {
 		want := http.StatusCreated
@@ -1343,12 +1336,12 @@ func TestOneInsertFailsAlone(t *testing.T) {
 	if got := len(decode[[]pet](t, a)); got != 8 || strings.Contains(a.body, "animal 3") || strings.Contains(a.body, "animal 5") {
 		t.Errorf("%d animals are stored, want 8: %s", got, a.body)
 	}
-	for _, key := range []string{"3", "5"} { // which are not remembered
+	for _, key := range []string{"3", "5"} { // were not remembered
 		s.want(s.do("POST", "/v1/pets", `{"name":"good","categoryId":7}`, "Idempotency-Key: "+key), http.StatusCreated, "good")
 	}
 }
 
-// TestDatabaseThatCannotBeWritten is about one that is full, then read-only, then locked for longer than creates may wait.
+// TestDatabaseThatCannotBeWritten uses a database that is full, then read-only, then locked for too long.
 func TestDatabaseThatCannotBeWritten(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -1371,7 +1364,7 @@ func TestDatabaseThatCannotBeWritten(t *testing.T) {
 	s.add("Rex", 7, "sold")
 }
 
-// TestFailedWriteStoresNothing has a create fail where its key is stored, and others where they are committed.
+// TestFailedWriteStoresNothing has creates fail when their key is stored, when they are committed, and in a panic.
 func TestFailedWriteStoresNothing(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -1384,12 +1377,12 @@ func TestFailedWriteStoresNothing(t *testing.T) {
 	s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`, "Idempotency-Key: bad"), http.StatusInternalServerError, "")
 	s.want(s.do("POST", "/v1/pets", `{"name":"bad","categoryId":7}`), http.StatusInternalServerError, "")
 	commit := s.store.prepared[commitSQL]
-	s.store.prepared[commitSQL], _ = s.store.writer.Prepare("INSERT INTO full DEFAULT VALUES") // is answered as by a full disk
+	s.store.prepared[commitSQL], _ = s.store.writer.Prepare("INSERT INTO full DEFAULT VALUES") // fails with SQLITE_FULL
 	s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`), http.StatusServiceUnavailable, "unavailable")
 	s.store.prepared[commitSQL] = commit
 	for _, statement := range []string{commitSQL, beginSQL} {
 		working := s.store.prepared[statement]
-		s.store.prepared[statement] = nil // panics
+		s.store.prepared[statement] = nil // causes a panic
 		s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`), http.StatusInternalServerError, "internal")
 		s.store.prepared[statement] = working
 	}
@@ -1397,12 +1390,12 @@ func TestFailedWriteStoresNothing(t *testing.T) {
 	s.want(s.do("GET", "/v1/pets", ""), http.StatusOK, fmt.Sprintf(`[{"id":%d,"name":"Rex","categoryId":7,"status":"sold"}]`, p.ID))
 	s.add("Tom", 7, "sold")
 	s.store.prepared[listSQL], _ = s.store.readers.Prepare(fmt.Sprintf("SELECT id, name, category_id, iif(id = %d, status, json('{')) FROM pets WHERE id > ? LIMIT ?", p.ID))
-	s.want(s.do("GET", "/v1/pets", ""), http.StatusInternalServerError, "internal") // where the second animal cannot be read
+	s.want(s.do("GET", "/v1/pets", ""), http.StatusInternalServerError, "internal") // the second animal cannot be read
 }
 
-// TestConnectionsToTheDatabase is about settings that show only when the power fails, the database is locked for long,
-// or a query is wrong.
-func TestConnectionsToTheDatabase(t *testing.T) {
+// TestConnections tests settings that have an effect only after a power failure, during a long lock, or if a query is
+// wrong.
+func TestConnections(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	for pragma, want := range map[string]string{"synchronous": "2", "fullfsync": "1", "journal_mode": "wal",
@@ -1412,15 +1405,15 @@ func TestConnectionsToTheDatabase(t *testing.T) {
 		}
 	}
 	if stats := s.store.readers.Stats(); stats.OpenConnections < stats.MaxOpenConnections {
-		t.Errorf("%d connections for reading are open of %d", stats.OpenConnections, stats.MaxOpenConnections)
+		t.Errorf("%d connections for reading are open, want %d", stats.OpenConnections, stats.MaxOpenConnections)
 	}
 	if _, err := s.store.readers.Exec("DELETE FROM pets"); err == nil {
-		t.Error("a connection for reading can write")
+		t.Error("readers can write")
 	}
 }
 
-// TestDatabaseFileIsTakenAway is about a file that is deleted or replaced while it is in use.
-func TestDatabaseFileIsTakenAway(t *testing.T) {
+// TestMovedDatabase moves or replaces the database file while it is in use.
+func TestMovedDatabase(t *testing.T) {
 	t.Parallel()
 	const animal = `{"name":"Rex","categoryId":7}`
 	s := newService(t)
@@ -1432,7 +1425,7 @@ func TestDatabaseFileIsTakenAway(t *testing.T) {
 		a := s.do("POST", "/v1/pets", animal)
 		s.want(a, http.StatusServiceUnavailable, "not available")
 		if strings.Contains(a.body, filepath.Base(s.db)) {
-			t.Errorf("the answer names the file: %s", a.body)
+			t.Errorf("the response contains the name of the file: %s", a.body)
 		}
 		s.want(s.do("GET", "/healthz", ""), http.StatusServiceUnavailable, "unavailable")
 		back()
@@ -1444,41 +1437,11 @@ func TestDatabaseFileIsTakenAway(t *testing.T) {
 	s.want(a[0], http.StatusServiceUnavailable, "not available")
 	back()
 	if got := len(decode[[]pet](t, s.do("GET", "/v1/pets", ""))); got != 2 {
-		t.Errorf("there are %d animals, want 2", got)
+		t.Errorf("%d animals are stored, want 2", got)
 	}
 }
 
-// TestReplacedDatabaseIsNotDamaged puts another database in the place of one that is in use. The log of the first must
-// not be taken for that of the second, nor be lost to the first.
-func TestReplacedDatabaseIsNotDamaged(t *testing.T) {
-	t.Parallel()
-	dir := t.TempDir()
-	db, other := filepath.Join(dir, "animals.db"), filepath.Join(dir, "other.db")
-	fill := func(t *testing.T, db, name string, n int) *service {
-		s := openService(t, db)
-		for range n {
-			s.add(name, 1, "sold")
-		}
-		return s
-	}
-	t.Run("other", func(t *testing.T) { fill(t, other, "other", 300) })
-	t.Run("first", func(t *testing.T) {
-		fill(t, db, "first", 100).moveAway()
-		must(t, os.Rename(other, db))
-	})
-	for file, want := range map[string]string{db: "other", db + ".away": "first"} {
-		s := openService(t, file)
-		if result := s.pragma("integrity_check"); result != "ok" {
-			t.Errorf("%s: %s", want, result)
-		}
-		a := s.do("GET", "/v1/pets?after=80&limit=20", "")
-		if got := decode[[]pet](t, a); len(got) != 20 || got[19].Name != want {
-			t.Errorf("the list of %s is %s", want, a.body)
-		}
-	}
-}
-
-// readElsewhere starts a process that holds a read transaction on the database until stop is called.
+// readElsewhere starts another process that holds a read transaction on the database until stop is called.
 func readElsewhere(t *testing.T, db string) (stop func()) {
 	t.Helper()
 	cmd := exec.Command(os.Args[0])
@@ -1489,7 +1452,7 @@ func readElsewhere(t *testing.T, db string) (stop func()) {
 	must(t, err)
 	must(t, cmd.Start())
 	if line, err := bufio.NewReader(stdout).ReadString('\n'); line != "reading\n" {
-		t.Fatalf("the other process says %q (%v)", line, err)
+		t.Fatalf("the other process printed %q (%v)", line, err)
 	}
 	return func() {
 		stdin.Close()
@@ -1497,84 +1460,72 @@ func readElsewhere(t *testing.T, db string) (stop func()) {
 	}
 }
 
-// TestLogOfAMovedDatabaseIsKept replaces the database while another program is reading it, so that the log cannot be
-// emptied when the service stops.
-func TestLogOfAMovedDatabaseIsKept(t *testing.T) {
+// TestReplacedDatabase replaces the database of a running service with another one, and then stops the service. Its
+// write-ahead log must be neither applied to the other database nor lost.
+func TestReplacedDatabase(t *testing.T) {
 	t.Parallel()
-	dir := t.TempDir()
-	db, other, away := filepath.Join(dir, "animals.db"), filepath.Join(dir, "other.db"), filepath.Join(dir, "away.db")
-	t.Run("other", func(t *testing.T) { openService(t, other).add("other", 1, "sold") })
-	st, err := openStore(db)
-	must(t, err)
-	add := func() {
-		if _, _, err := st.create(caller{}, "", newPet{"first", 1, "sold"}); err != nil {
-			t.Fatal(err)
-		}
-	}
-	add()
-	stop := readElsewhere(t, db)
-	add()
-	move := func(from, to string) {
-		t.Helper()
-		must(t, os.Rename(from, to))
-	}
-	move(db, away)
-	move(other, db)
-	_, err = st.writer.Exec("PRAGMA busy_timeout = 0")
-	must(t, err)
-	err = st.close()
-	kept, _ := filepath.Glob(db + "-wal.*")
-	if len(kept) != 1 || err == nil || !strings.Contains(err.Error(), strconv.Quote(kept[0])) {
-		t.Fatalf("the log is kept as %q, and the error is %v", kept, err)
-	}
-	t.Run("new", func(t *testing.T) {
-		s := openService(t, db)
-		s.add("other", 1, "sold")
-		s.want(s.do("GET", "/v1/pets?after=1", ""), http.StatusOK, `"other"`)
-		if result := s.pragma("integrity_check"); result != "ok" {
-			t.Error(result)
-		}
-	})
-	stop()
-	move(away, db)
-	move(kept[0], db+"-wal")
-	s := openService(t, db)
-	if got := decode[[]pet](t, s.do("GET", "/v1/pets", "")); len(got) != 2 || got[1].Name != "first" {
-		t.Errorf("the animals are %v", got)
+	for name, c := range map[string]struct{ reading, withLog, kept bool }{
+		"by itself":                      {false, false, false},
+		"while another program reads it": {true, false, true}, // the log cannot be emptied
+		"with its log":                   {true, true, false}, // the log in its place belongs to the other database
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+			db, other, moved := filepath.Join(dir, "animals.db"), filepath.Join(dir, "other.db"), filepath.Join(dir, "moved.db")
+			add := func(t *testing.T, db, name string) { openService(t, db).add(name, 1, "sold") }
+			t.Run("other", func(t *testing.T) { add(t, other, "other") })
+			st, err := openStore(db)
+			must(t, err)
+			create := func() {
+				_, _, err := st.create(caller{}, "", newPet{"first", 1, "sold"})
+				must(t, err)
+			}
+			create()
+			stop := func() {}
+			if c.reading {
+				stop = sync.OnceFunc(readElsewhere(t, db))
+			}
+			for range 99 {
+				create()
+			}
+			defer stop()
+			must(t, os.Rename(db, moved))
+			if c.withLog {
+				must(t, os.Rename(db+"-wal", moved+"-wal"))
+				must(t, os.Rename(db+"-shm", moved+"-shm"))
+			}
+			must(t, os.Rename(other, db))
+			if c.withLog {
+				add(t, db, "other")
+			}
+			_, err = st.writer.Exec("PRAGMA busy_timeout = 0")
+			must(t, err)
+			err = st.close()
+			kept, _ := filepath.Glob(db + "-wal.*")
+			if (err != nil) != c.kept || (len(kept) > 0) != c.kept || c.kept && !strings.Contains(err.Error(), strconv.Quote(kept[0])) {
+				t.Fatalf("the log is kept as %q, and the error is %v", kept, err)
+			}
+			t.Run("new", func(t *testing.T) { add(t, db, "other") }) // while the other program is still reading
+			stop()
+			if len(kept) > 0 {
+				must(t, os.Rename(kept[0], moved+"-wal"))
+			}
+			for file, want := range map[string]string{db: `"id":2,"name":"other"`, moved: `"id":2,"name":"first"`} {
+				s := openService(t, file)
+				s.want(s.do("GET", "/v1/pets?after=1&limit=1", ""), http.StatusOK, want)
+				if result := s.pragma("integrity_check"); result != "ok" {
+					t.Errorf("integrity_check of %s: %s", file, result)
+				}
+			}
+			s := openService(t, moved)
+			s.want(s.do("GET", "/v1/pets?after=99", ""), http.StatusOK, `[{"id":100,"name":"first"`)
+		})
 	}
 }
 
-// TestLogOfTheNextDatabaseIsLeftAlone moves the database with its log while another program is reading it, and begins a
-// new database in its place before the first service stops.
-func TestLogOfTheNextDatabaseIsLeftAlone(t *testing.T) {
-	t.Parallel()
-	dir := t.TempDir()
-	db, moved := filepath.Join(dir, "animals.db"), filepath.Join(dir, "moved.db")
-	st, err := openStore(db)
-	must(t, err)
-	if _, _, err := st.create(caller{}, "", newPet{"first", 1, "sold"}); err != nil {
-		t.Fatal(err)
-	}
-	for _, suffix := range []string{"", "-wal", "-shm"} {
-		must(t, os.Rename(db+suffix, moved+suffix))
-	}
-	stop := readElsewhere(t, moved)
-	defer stop()
-	s := openService(t, db)
-	s.add("second", 1, "sold")
-	before := snapshot(t, dir)
-	_, err = st.writer.Exec("PRAGMA busy_timeout = 0")
-	must(t, err)
-	if err := st.close(); err != nil {
-		t.Error(err)
-	}
-	if after := snapshot(t, dir); after != before {
-		t.Errorf("the files were\n%s and are\n%s", before, after)
-	}
-}
-
-// TestEditFromOutsideShows edits the database as the sqlite3 program would, and then sends many requests at once.
-func TestEditFromOutsideShows(t *testing.T) {
+// TestEditShowsWithinASecond edits the database as sqlite3(1) would, and then sends many requests at once.
+func TestEditShowsWithinASecond(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		s := newService(t)
@@ -1596,18 +1547,22 @@ func TestEditFromOutsideShows(t *testing.T) {
 	})
 }
 
-// TestSchemaEnforcesTheRules is about edits from outside that would break them.
+// TestSchemaEnforcesTheRules tests edits that would break the rules for animals, and the pattern of names in openapi.json.
 func TestSchemaEnforcesTheRules(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	s.add("Rex", 7, "sold")
+	pattern := regexp.MustCompile(at(document, "components", "schemas", "NewPet", "properties", "name", "pattern").(string))
 	white := ""
 	for c := range rune(unicode.MaxRune) {
 		if unicode.IsSpace(c) {
 			white += string(c)
 		}
+		if c < 1<<16 && pattern.MatchString(string(c)) == (unicode.IsSpace(c) || c == 0) {
+			t.Errorf("%U matches the pattern of a name: %v", c, !unicode.IsSpace(c))
+		}
 	}
-	s.sql("UPDATE pets SET name = char(8203)") // no white space to Unicode, for all its name
+	s.sql("UPDATE pets SET name = char(8203)") // ZERO WIDTH SPACE, which is not white space
 	db := openPool(s.db, "rw", 1)
 	defer db.Close()
 	for _, edit := range []string{
@@ -1631,35 +1586,35 @@ func TestSchemaEnforcesTheRules(t *testing.T) {
 	s.sql(`INSERT INTO pets (id, name, category_id) VALUES (9223372036854775806, 'last', 1)`)
 	s.want(s.do("GET", "/v1/pets/9223372036854775806", ""), http.StatusOK, `"status":"available"`)
 	if p := s.add("really last", 1, "sold"); p.ID != math.MaxInt64 {
-		t.Errorf("the id after the last but one is %d", p.ID)
+		t.Errorf("the last id is %d", p.ID)
 	}
 	s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`), http.StatusServiceUnavailable, "")
 }
 
-// TestCacheIsNeverBehindAnAcknowledgedWrite reads by one URL before a create, while it is committed, and after it.
+// TestCacheIsNeverBehindAnAcknowledgedWrite requests the list before a create, during its commit, and after it.
 func TestCacheIsNeverBehindAnAcknowledgedWrite(t *testing.T) {
 	s := newService(t)
 	list := func() string { return s.do("GET", "/v1/pets", "").body }
 	list()
-	name := fmt.Sprint("meanwhile", rand.Int()) // for good, and in every connection opened later
+	name := fmt.Sprint("meanwhile", rand.Int()) // a new name, because functions cannot be removed
 	sqlite.MustRegisterScalarFunction(name, 0, func(*sqlite.FunctionContext, []driver.Value) (driver.Value, error) {
 		return list(), nil
 	})
-	s.store.writer.SetMaxIdleConns(0) // a connection has the functions that there are when it is opened
+	s.store.writer.SetMaxIdleConns(0) // opens a new connection, which has the function
 	s.store.writer.SetMaxIdleConns(1)
 	var err error
 	if s.store.prepared[commitSQL], err = s.store.writer.Prepare("SELECT " + name + "(); COMMIT"); err != nil {
 		t.Fatal(err)
 	}
 	later := time.Now().Add(time.Hour)
-	s.store.looked.Store(&later) // the watcher must not help
+	s.store.looked.Store(&later) // without the help of the watcher
 	if s.add("Rex", 7, "sold"); !strings.Contains(list(), "Rex") {
-		t.Errorf("an acknowledged animal is not in %s", list())
+		t.Errorf("the list after the create is %s", list())
 	}
 }
 
-// TestCacheStaysSmall asks for a page by ever new URLs, which are long as well in a line of the absolute form.
-// It runs alone, since it measures memory.
+// TestCacheStaysSmall requests a page with many different URLs in long request lines. It does not run in parallel because
+// it measures memory.
 func TestCacheStaysSmall(t *testing.T) {
 	s := newService(t)
 	for range 100 {
@@ -1672,7 +1627,7 @@ func TestCacheStaysSmall(t *testing.T) {
 		return int64(m.HeapAlloc)
 	}
 	before, most := heap(), int64(0)
-	for i := range 1500 {
+	for i := range 1100 {
 		r := httptest.NewRequest("GET", "http://"+strings.Repeat("x", 11000)+"/v1/pets?limit=100"+strings.Repeat("&", i), nil)
 		setHeaders(r, nil)
 		w := httptest.NewRecorder()
@@ -1682,19 +1637,19 @@ func TestCacheStaysSmall(t *testing.T) {
 		most = max(most, s.Handler.(*server).cache.Load().size.Load())
 	}
 	if most < maxCache/10 || most > maxCache+20_000 {
-		t.Errorf("the cache holds %d bytes", most)
+		t.Errorf("the size of the cache is %d bytes", most)
 	}
-	for id := range 100 { // a path without a query is a piece of that line
+	for id := range 100 { // this path is a substring of the request line
 		s.serve(httptest.NewRequest("GET", fmt.Sprint("http://", strings.Repeat("x", 300_000), "/v1/pets/", id+1), nil))
 	}
 	if grown := heap() - before; grown > maxCache*3/2 {
-		t.Errorf("the heap has grown by %d bytes", grown)
+		t.Errorf("the heap grew by %d bytes", grown)
 	}
 	runtime.KeepAlive(s)
 }
 
-// TestCacheForgetsWhatChangedMeanwhile has the store change while answers are made.
-func TestCacheForgetsWhatChangedMeanwhile(t *testing.T) {
+// TestCacheDropsOutdatedResponses has the store change while a response is made.
+func TestCacheDropsOutdatedResponses(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	srv := s.Handler.(*server)
@@ -1716,7 +1671,7 @@ func TestCacheForgetsWhatChangedMeanwhile(t *testing.T) {
 	get("/old")
 	get("/meanwhile")
 	if made != 3 {
-		t.Errorf("%d answers were made, want 3: the first is old", made)
+		t.Errorf("%d responses were made, want 3: the first is outdated", made)
 	}
 }
 
@@ -1735,22 +1690,22 @@ func TestQueriesNeitherScanNorSort(t *testing.T) {
 		}
 		rows.Close()
 		if regexp.MustCompile(`(?m)TEMP B-TREE|^SCAN`).MatchString(plan) || !strings.Contains(plan, index) {
-			t.Errorf("%s has the plan %s", query, plan)
+			t.Errorf("the query plan of %s is %s", query, plan)
 		}
 	}
 }
 
-// process is the program, running as a process of its own.
+// process is the program running as a process.
 type process struct {
 	t      testing.TB
 	cmd    *exec.Cmd
-	url    string   // of the service, once it has started
-	stderr *os.File // read until url is known, then by stop
+	url    string   // of the service
+	stderr *os.File // its log
 	log    *bufio.Scanner
 	lines  strings.Builder
 }
 
-// command prepares the program to run on a free port, by way of a line of shell that ends in exec "$0" "$@".
+// command returns a command that runs the program on a free port through a line of shell that ends in execSelf.
 func command(t testing.TB, shell string, args ...string) *exec.Cmd {
 	args = append([]string{"-c", shell, os.Args[0], "-addr", "127.0.0.1:0", "-db", filepath.Join(t.TempDir(), "animals.db")}, args...)
 	cmd := exec.Command("sh", args...)
@@ -1761,7 +1716,7 @@ func command(t testing.TB, shell string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// startProcess starts the program and waits until it serves. Its log is read up to there, and then by stop.
+// startProcess starts the program, and reads its log until it serves.
 func startProcess(t testing.TB, cmd *exec.Cmd) *process {
 	t.Helper()
 	r, w, err := os.Pipe()
@@ -1775,19 +1730,24 @@ func startProcess(t testing.TB, cmd *exec.Cmd) *process {
 		cmd.Wait()
 		r.Close()
 	})
-	for p.url == "" {
-		if !p.log.Scan() {
-			t.Fatalf("the program ended: %s", p.lines.String())
-		}
-		fmt.Fprintln(&p.lines, p.log.Text())
-		if url := regexp.MustCompile(`msg=started url=(\S+)`).FindStringSubmatch(p.log.Text()); url != nil {
-			p.url = url[1]
-		}
-	}
+	p.url = p.read(`msg=started url=(\S+)`)[1]
 	return p
 }
 
-// stop sends the signals, reads the log to its end and returns the exit status and the log.
+// read reads the log up to a line that matches pattern, and returns the submatches.
+func (p *process) read(pattern string) []string {
+	p.t.Helper()
+	for p.log.Scan() {
+		fmt.Fprintln(&p.lines, p.log.Text())
+		if match := regexp.MustCompile(pattern).FindStringSubmatch(p.log.Text()); match != nil {
+			return match
+		}
+	}
+	p.t.Fatalf("the log has no %s: %s", pattern, p.lines.String())
+	return nil
+}
+
+// stop sends the signals, and returns the exit status and the whole log.
 func (p *process) stop(signals ...syscall.Signal) (status int, log string) {
 	p.t.Helper()
 	for _, sig := range signals {
@@ -1800,7 +1760,7 @@ func (p *process) stop(signals ...syscall.Signal) (status int, log string) {
 	return p.cmd.ProcessState.ExitCode(), p.lines.String()
 }
 
-// send sends a request by the client.
+// send sends a request with a valid key and the given headers, as service.do does, over the network.
 func send(client *http.Client, method, url, body string, headers ...string) (status int, text string, err error) {
 	r, err := http.NewRequest(method, url, strings.NewReader(body))
 	if err != nil {
@@ -1818,7 +1778,7 @@ func send(client *http.Client, method, url, body string, headers ...string) (sta
 
 const execSelf = `exec "$0" "$@"`
 
-// TestKilledProcessLosesNothing kills the program again and again while clients add animals.
+// TestKilledProcessLosesNothing kills the program several times while clients add animals.
 func TestKilledProcessLosesNothing(t *testing.T) {
 	t.Parallel()
 	db := filepath.Join(t.TempDir(), "animals.db")
@@ -1836,12 +1796,12 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 			mu.Lock()
 			defer mu.Unlock()
 			if before := acknowledged[key]; status != http.StatusCreated || before != "" && before != body {
-				t.Errorf("round %d: %s is answered with %d %s, before that with %s", round, key, status, body, before)
+				t.Errorf("round %d: the response to %s is %d %s, and was %s", round, key, status, body, before)
 			}
 			acknowledged[key] = body
 			return nil
 		}
-		for i := range sent { // what was asked for before: acknowledged or not, it is there once now
+		for i := range sent { // repeats all earlier creates, acknowledged or not
 			must(t, add(fmt.Sprint("animal-", i)))
 		}
 		var adding sync.WaitGroup
@@ -1872,16 +1832,16 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 	for key, body := range acknowledged {
 		p := decode[pet](t, reply{body: body})
 		if a := s.do("GET", fmt.Sprint("/v1/pets/", p.ID), ""); a.body != body {
-			t.Errorf("%s was acknowledged as %s, and is %s", key, body, a.body)
+			t.Errorf("%s was acknowledged as %s and is %s", key, body, a.body)
 		}
 	}
 	var names, distinct int
 	if err := s.store.writer.QueryRow("SELECT count(name), count(DISTINCT name) FROM pets").Scan(&names, &distinct); err != nil || names != distinct {
-		t.Errorf("%d animals have %d names (%v)", names, distinct, err)
+		t.Errorf("%d animals have %d different names (%v)", names, distinct, err)
 	}
 }
 
-// TestRestartUnderLoadRefusesNothing restarts the program on a socket that it is handed, as systemd would.
+// TestRestartUnderLoadRefusesNothing restarts the program on a socket that the test passes to it, as systemd would.
 func TestRestartUnderLoadRefusesNothing(t *testing.T) {
 	t.Parallel()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -1898,48 +1858,36 @@ func TestRestartUnderLoadRefusesNothing(t *testing.T) {
 	}
 	p := start()
 	if want := "http://" + ln.Addr().String(); p.url != want {
-		t.Fatalf("serves %s, want %s", p.url, want)
+		t.Fatalf("the service is at %s, want %s", p.url, want)
 	}
-	url, done := p.url, make(chan struct{})
-	var load sync.WaitGroup
+	url := p.url
 	var answered atomic.Int64
-	for i := range 8 {
-		load.Go(func() {
-			client := &http.Client{Transport: &http.Transport{DisableKeepAlives: i%2 == 0}}
-			defer client.CloseIdleConnections()
-			for {
-				select {
-				case <-done:
-					return
-				default:
-				}
-				status, body, err := send(client, "POST", url+"/v1/pets", `{"name":"Rex","categoryId":7}`)
-				if err != nil || status != http.StatusCreated {
-					t.Errorf("%d %s %v", status, body, err)
-				}
-				answered.Add(1)
-			}
-		})
-	}
+	clients := []*http.Client{{Transport: &http.Transport{DisableKeepAlives: true}}, {Transport: &http.Transport{}}}
+	stop := repeat(8, func(i int) {
+		status, body, err := send(clients[i%2], "POST", url+"/v1/pets", `{"name":"Rex","categoryId":7}`)
+		if err != nil || status != http.StatusCreated {
+			t.Errorf("%d %s %v", status, body, err)
+		}
+		answered.Add(1)
+	})
 	for round := range 3 {
 		before := answered.Load()
-		eventually(t, "the load runs", func() bool { return answered.Load() > before+100 })
+		eventually(t, "clients add 100 animals", func() bool { return answered.Load() > before+100 })
 		if status, log := p.stop(syscall.SIGTERM); status != 0 || !strings.Contains(log, `msg=stopping cause="terminated signal received"`) {
-			t.Errorf("stopped with status %d: %s", status, log)
+			t.Errorf("exit status %d, log %s", status, log)
 		} else if isNew := strings.Contains(log, "the database is new"); isNew != (round == 0) {
-			t.Errorf("the database is new in round %d: %v", round, isNew)
+			t.Errorf("round %d: the log says that the database is new: %v", round, isNew)
 		}
 		p = start()
 	}
-	close(done)
-	load.Wait()
-	status, body, err := send(http.DefaultClient, "GET", fmt.Sprintf("%s/v1/pets?after=%d", url, answered.Load()-1), "")
+	stop()
+	status, body, err := send(clients[0], "GET", fmt.Sprintf("%s/v1/pets?after=%d", url, answered.Load()-1), "")
 	if err != nil || status != http.StatusOK || strings.Count(body, `"id"`) != 1 {
-		t.Errorf("%d creates were acknowledged, the last is %s (%v)", answered.Load(), body, err)
+		t.Errorf("%d creates were acknowledged, and the last animal is %s (%v)", answered.Load(), body, err)
 	}
 }
 
-// TestSignals has a request in flight when the signals come.
+// TestSignals sends signals while a request is in progress.
 func TestSignals(t *testing.T) {
 	t.Parallel()
 	const animal = `{"name":"Rex","categoryId":7}`
@@ -1950,8 +1898,8 @@ func TestSignals(t *testing.T) {
 	}{
 		"interrupt":     {execSelf, []syscall.Signal{syscall.SIGINT}, syscall.SIGINT},
 		"hangup":        {execSelf, []syscall.Signal{syscall.SIGHUP}, syscall.SIGHUP},
-		"terminated":    {execSelf, []syscall.Signal{syscall.SIGTERM, syscall.SIGTERM}, syscall.SIGTERM},                // at once, as timeout(1) does
-		"not by hangup": {`trap "" HUP; ` + execSelf, []syscall.Signal{syscall.SIGHUP, syscall.SIGINT}, syscall.SIGINT}, // as nohup does
+		"terminated":    {execSelf, []syscall.Signal{syscall.SIGTERM, syscall.SIGTERM}, syscall.SIGTERM},                // two at once, like timeout(1)
+		"not by hangup": {`trap "" HUP; ` + execSelf, []syscall.Signal{syscall.SIGHUP, syscall.SIGINT}, syscall.SIGINT}, // like nohup(1)
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -1960,10 +1908,10 @@ func TestSignals(t *testing.T) {
 			for _, sig := range c.signals {
 				p.cmd.Process.Signal(sig)
 			}
-			p.stopsListening()
+			p.read("msg=stopping")
 			fmt.Fprint(conn, animal)
 			if resp, err := http.ReadResponse(bufio.NewReader(conn), r); err != nil || resp.StatusCode != http.StatusCreated || !resp.Close {
-				t.Errorf("the request in flight is answered with %+v %v", resp, err)
+				t.Errorf("the response is %+v (%v)", resp, err)
 			}
 			first := fmt.Sprintf("msg=stopping cause=\"%v signal received\"\n", c.cause)
 			if status, log := p.stop(); status != 0 || strings.Count(log, first) != 1 || !strings.Contains(log, "msg=stopped\n") {
@@ -1971,7 +1919,7 @@ func TestSignals(t *testing.T) {
 			}
 		})
 	}
-	t.Run("again and again", func(t *testing.T) {
+	t.Run("again", func(t *testing.T) {
 		t.Parallel()
 		p := startProcess(t, command(t, execSelf))
 		inFlight(t, p.url, 9)
@@ -1980,10 +1928,10 @@ func TestSignals(t *testing.T) {
 			defer close(ended)
 			p.stop(syscall.SIGTERM)
 			if status := p.cmd.ProcessState.Sys().(syscall.WaitStatus); !status.Signaled() || status.Signal() != syscall.SIGTERM {
-				t.Errorf("ended by %v, want the default action of the second signal", p.cmd.ProcessState)
+				t.Errorf("the process ended with %v, want the default action of SIGTERM", p.cmd.ProcessState)
 			}
 		}()
-		eventually(t, "a second signal ends it at once", func() bool {
+		eventually(t, "another signal ends the process", func() bool {
 			p.cmd.Process.Signal(syscall.SIGTERM)
 			select {
 			case <-ended:
@@ -1995,19 +1943,7 @@ func TestSignals(t *testing.T) {
 	})
 }
 
-// stopsListening waits until nobody listens at the address of the service.
-func (p *process) stopsListening() {
-	p.t.Helper()
-	eventually(p.t, "the service stops listening", func() bool {
-		conn, err := net.Dial("tcp", strings.TrimPrefix(p.url, "http://"))
-		if err == nil {
-			conn.Close()
-		}
-		return err != nil
-	})
-}
-
-// TestStalledLogStopsNothing has nobody read the log, which is a pipe that soon is full; or nobody able to.
+// TestStalledLogStopsNothing fills the pipe that is the log, or closes it at the other end.
 func TestStalledLogStopsNothing(t *testing.T) {
 	t.Parallel()
 	for _, closed := range []bool{false, true} {
@@ -2020,11 +1956,11 @@ func TestStalledLogStopsNothing(t *testing.T) {
 			target := fmt.Sprint(p.url, "/v1/pets/", strings.Repeat("x", 8000))
 			for i := range 100 {
 				if status, _, err := send(http.DefaultClient, "GET", target, ""); status != http.StatusNotFound {
-					t.Fatalf("request %d = %d %v", i, status, err)
+					t.Fatalf("request %d = %d %v, want 404", i, status, err)
 				}
 			}
 			if status, body, err := send(http.DefaultClient, "POST", p.url+"/v1/pets", `{"name":"Rex","categoryId":7}`); status != http.StatusCreated {
-				t.Errorf("a create = %d %s %v", status, body, err)
+				t.Errorf("POST /v1/pets = %d %s %v", status, body, err)
 			}
 			p.cmd.Process.Signal(syscall.SIGTERM)
 			p.cmd.Wait()
@@ -2035,7 +1971,7 @@ func TestStalledLogStopsNothing(t *testing.T) {
 	}
 }
 
-// inFlight sends the header of a create and returns its connection, once the service waits for the body.
+// inFlight sends the header of a create, and returns the connection when the service is waiting for the body.
 func inFlight(t testing.TB, url string, length int) (net.Conn, *http.Request) {
 	t.Helper()
 	r, _ := http.NewRequest("POST", url+"/v1/pets", nil)
@@ -2051,7 +1987,7 @@ func inFlight(t testing.TB, url string, length int) (net.Conn, *http.Request) {
 	return conn, r
 }
 
-// lookup is os.LookupEnv for the given environment.
+// lookup returns a replacement of os.LookupEnv for the given environment.
 func lookup(env map[string]string) func(string) (string, bool) {
 	return func(name string) (string, bool) {
 		value, ok := env[name]
@@ -2059,9 +1995,11 @@ func lookup(env map[string]string) func(string) (string, bool) {
 	}
 }
 
-func TestWithoutAKeyOneIsMadeForThisRun(t *testing.T) {
+// TestWithoutAKey starts the program without a key, with a database named as SQLite names one in memory, and with the
+// environment variables of a socket for another process.
+func TestWithoutAKey(t *testing.T) {
 	t.Parallel()
-	cmd := command(t, "unset API_KEYS; LISTEN_PID=1 LISTEN_FDS=1 "+execSelf, "-db", ":memory:") // the socket of another process, a name odd to SQLite
+	cmd := command(t, "unset API_KEYS; LISTEN_PID=1 LISTEN_FDS=1 "+execSelf, "-db", ":memory:")
 	cmd.Dir = t.TempDir()
 	p := startProcess(t, cmd)
 	key := regexp.MustCompile(`api_key=([A-Z2-7]{26})\n`).FindStringSubmatch(p.lines.String())
@@ -2069,10 +2007,10 @@ func TestWithoutAKeyOneIsMadeForThisRun(t *testing.T) {
 		t.Fatal(p.lines.String())
 	}
 	if code, body, err := send(http.DefaultClient, "GET", p.url+"/v1/pets", "", "Authorization: Bearer "+key[1]); code != http.StatusOK {
-		t.Errorf("with the key that was made: %d %s %v", code, body, err)
+		t.Errorf("with the key from the log: %d %s %v", code, body, err)
 	}
 	if code, body, err := send(http.DefaultClient, "GET", p.url+"/v1/pets", ""); code != http.StatusUnauthorized {
-		t.Errorf("got %d %s %v", code, body, err)
+		t.Errorf("with another key: %d %s %v", code, body, err)
 	}
 	if created := `level=WARN msg="the database is new and empty" database=` + filepath.Join(cmd.Dir, ":memory:"); !strings.Contains(p.lines.String(), created) {
 		t.Errorf("no %s in %s", created, p.lines.String())
@@ -2082,25 +2020,22 @@ func TestWithoutAKeyOneIsMadeForThisRun(t *testing.T) {
 		t.Errorf("status %d, log %s", status, log)
 	}
 	if files := snapshot(t, cmd.Dir); !strings.HasPrefix(files, ":memory: ") || strings.Count(files, "\n") != 1 {
-		t.Errorf("there are\n%s", files)
+		t.Errorf("the files are\n%s", files)
 	}
 }
 
-// TestTLS serves with a certificate, and looks at the versions of TLS and HTTP.
+// TestTLS serves HTTPS, and tests the versions of TLS and HTTP.
 func TestTLS(t *testing.T) {
 	t.Parallel()
 	ts := httptest.NewTLSServer(nil)
 	defer ts.Close()
 	key, err := x509.MarshalPKCS8PrivateKey(ts.TLS.Certificates[0].PrivateKey)
 	must(t, err)
-	dir := t.TempDir()
-	write := func(name, kind string, der []byte) string {
-		file := filepath.Join(dir, name)
-		must(t, os.WriteFile(file, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600))
-		return file
+	pemFile := func(kind string, der []byte) string {
+		return writeFile(t, t.TempDir(), "pem", string(pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der})))
 	}
 	p := startProcess(t, command(t, execSelf,
-		"-tls-cert", write("cert", "CERTIFICATE", ts.Certificate().Raw), "-tls-key", write("key", "PRIVATE KEY", key)))
+		"-tls-cert", pemFile("CERTIFICATE", ts.Certificate().Raw), "-tls-key", pemFile("PRIVATE KEY", key)))
 	client := ts.Client()
 	transport := client.Transport.(*http.Transport).Clone()
 	transport.TLSClientConfig.ServerName, transport.ForceAttemptHTTP2 = "example.com", true
@@ -2110,7 +2045,7 @@ func TestTLS(t *testing.T) {
 	resp, err := transport.RoundTrip(r)
 	must(t, err)
 	if a := checked(t, r, resp); a.status != http.StatusOK || resp.ProtoMajor != 1 {
-		t.Errorf("got %d by HTTP/%d", a.status, resp.ProtoMajor)
+		t.Errorf("got %d over HTTP/%d", a.status, resp.ProtoMajor)
 	}
 	config := &tls.Config{RootCAs: transport.TLSClientConfig.RootCAs, ServerName: "example.com"}
 	config.MinVersion, config.MaxVersion = tls.VersionTLS10, tls.VersionTLS11
@@ -2123,15 +2058,11 @@ func TestTLS(t *testing.T) {
 	}
 }
 
-// TestSettings is about what is wrong with a command line, its files and its environment.
+// TestSettings runs the program with mistakes in the command line, in files and in the environment.
 func TestSettings(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	file := func(name, text string) string {
-		path := filepath.Join(dir, name)
-		must(t, os.WriteFile(path, []byte(text), 0o600))
-		return path
-	}
+	file := func(name, text string) string { return writeFile(t, dir, name, text) }
 	database := func(name, statements string) string {
 		path := filepath.Join(dir, name)
 		(&service{t: t, db: file(name, "")}).sql(statements)
@@ -2148,7 +2079,7 @@ func TestSettings(t *testing.T) {
 	link := filepath.Join(dir, "link")
 	must(t, os.Symlink(emptied, link))
 	for _, c := range []struct {
-		args   string // separated by spaces; _ stands for nothing, ~ for a line break
+		args   string // separated by spaces; _ stands for an empty argument, ~ for a line break
 		env    string
 		status int
 		words  string
@@ -2216,7 +2147,7 @@ func TestSettings(t *testing.T) {
 			env["API_KEYS"] = c.env
 		}
 		before := snapshot(t, dir)
-		ctx, cancel := context.WithTimeout(t.Context(), time.Minute) // for what starts although it should not
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute) // in case the service starts
 		var stdout, stderr strings.Builder
 		status := run(ctx, args, lookup(env), &stdout, &stderr)
 		cancel()
@@ -2224,10 +2155,10 @@ func TestSettings(t *testing.T) {
 			t.Errorf("%q with %q: status %d, %q; want %d, %q", args, c.env, status, stderr.String(), c.status, c.words)
 		}
 		if strings.Count(stderr.String(), "\n") != 1 || stdout.String() != "" || strings.Contains(stderr.String(), "tom") {
-			t.Errorf("%q: %q on standard error, %q on standard output", args, stderr.String(), stdout.String())
+			t.Errorf("%q: standard error is %q, want one line without a key, and standard output is %q", args, stderr.String(), stdout.String())
 		}
 		if after := snapshot(t, dir); after != before {
-			t.Errorf("%q changed files from\n%s to\n%s", args, before, after)
+			t.Errorf("%q changed the files from\n%s to\n%s", args, before, after)
 		}
 	}
 }
@@ -2246,34 +2177,28 @@ func snapshot(t testing.TB, dir string) string {
 	return b.String()
 }
 
-// TestOddNamesOfDatabases takes each name to be that of a file, whatever it would mean in a URI.
+// TestOddNamesOfDatabases opens files with names that have a meaning in a URI, directly and through a symbolic link.
 func TestOddNamesOfDatabases(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{":memory:", "file:x", "a?mode=memory", "a#b", "100%", "%41", "a b&c", "ä\n"} {
-		dir := t.TempDir()
-		if err := os.WriteFile(filepath.Join(dir, name), nil, 0o600); err != nil { // an empty file is as good as none
-			t.Fatal(err)
-		}
-		s := openService(t, filepath.Join(dir, name))
+		db := writeFile(t, t.TempDir(), name, "") // an empty file is a new database
+		s := openService(t, db)
 		s.add("Rex", 7, "sold")
-		if info, err := os.Stat(filepath.Join(dir, name)); err != nil || info.Size() == 0 {
-			t.Errorf("%q is not used (%v)", name, err)
+		if info, err := os.Stat(db); err != nil || info.Size() == 0 {
+			t.Errorf("the database is not in %q (%v)", name, err)
 		}
 		link := filepath.Join(t.TempDir(), "link")
-		must(t, os.Symlink(filepath.Join(dir, name), link))
+		must(t, os.Symlink(db, link))
 		s = openService(t, link)
 		s.add("Tom", 7, "sold")
-		if err := os.Remove(link); err != nil { // it may lead elsewhere next
-			t.Fatal(err)
-		}
+		must(t, os.Remove(link))
 		s.want(s.do("POST", "/v1/pets", `{"name":"Rex","categoryId":7}`), http.StatusServiceUnavailable, "")
 	}
 }
 
 func TestLoadKeys(t *testing.T) {
 	t.Parallel()
-	file := filepath.Join(t.TempDir(), "keys")
-	must(t, os.WriteFile(file, []byte("\ufeff# old\r\none\r\n\r\n  two#2 \n\t# older\n\tthree,3"), 0o600))
+	file := writeFile(t, t.TempDir(), "keys", "\ufeff# old\r\none\r\n\r\n  two#2 \n\t# older\n\tthree,3")
 	k, err := loadKeys(lookup(map[string]string{"API_KEYS": " four, #five ,,one"}), file)
 	if err != nil || len(k) != 6 {
 		t.Fatalf("%d keys, %v", len(k), err)
@@ -2285,11 +2210,11 @@ func TestLoadKeys(t *testing.T) {
 		}
 	}
 	if _, err := loadKeys(lookup(map[string]string{"API_KEYS": " ,"}), file); err == nil {
-		t.Error("API_KEYS holds no key, which passes where a file has some")
+		t.Error("API_KEYS contains no key, but is accepted because a file contains some")
 	}
 }
 
-// TestTooFewFileDescriptors starts the program where it cannot open all the files that it needs.
+// TestTooFewFileDescriptors starts the program with a low limit on open files.
 func TestTooFewFileDescriptors(t *testing.T) {
 	t.Parallel()
 	cmd := command(t, "ulimit -n 16; "+execSelf)
@@ -2310,8 +2235,7 @@ func TestHelp(t *testing.T) {
 	}
 }
 
-// TestCallersOfTheDeprecatedOperation runs the command that README.md has for them on a log, with paths in it that
-// would pass for a key.
+// TestCallersOfTheDeprecatedOperation runs the command in README.md that finds them, on a log with misleading paths.
 func TestCallersOfTheDeprecatedOperation(t *testing.T) {
 	t.Parallel()
 	readme, err := os.ReadFile("README.md")
@@ -2333,11 +2257,11 @@ func TestCallersOfTheDeprecatedOperation(t *testing.T) {
 	cmd := exec.Command("sh", "-c", string(pipeline[1]))
 	cmd.Stdin = &log
 	if out, err := cmd.CombinedOutput(); err != nil || strings.TrimSpace(string(out)) != "2  key=62af8704" {
-		t.Errorf("the callers are %q %v", out, err)
+		t.Errorf("the command prints %q (%v)", out, err)
 	}
 }
 
-// TestBackup copies the database of a service that is being written to.
+// TestBackup writes a backup while animals are added.
 func TestBackup(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -2346,13 +2270,13 @@ func TestBackup(t *testing.T) {
 	}
 	dir := t.TempDir()
 	copied := filepath.Join(dir, "copy.db")
-	backup := func() (status int, output string) { // by another process: this one's locks would not hold it off
+	backup := func() (status int, output string) { // in another process: POSIX locks do not work within one
 		cmd := command(t, "unset API_KEYS; "+execSelf, "-db", s.db, "-backup", "copy.db")
 		cmd.Dir = dir
 		out, _ := cmd.CombinedOutput()
 		return cmd.ProcessState.ExitCode(), string(out)
 	}
-	stop := s.addMeanwhile()
+	stop := repeat(4, func(int) { s.add("meanwhile", 1, "available") })
 	status, output := backup()
 	stop()
 	if status != 0 {
@@ -2360,24 +2284,24 @@ func TestBackup(t *testing.T) {
 	}
 	before := snapshot(t, dir)
 	if status, output := backup(); status != 1 || !strings.Contains(output, "exists already") {
-		t.Errorf("over a file: status %d: %s", status, output)
+		t.Errorf("a backup to an existing file: status %d: %s", status, output)
 	}
 	if after := snapshot(t, dir); after != before || strings.Count(after, "\n") != 1 {
 		t.Errorf("the files were\n%s and are\n%s", before, after)
 	}
 	restored := openService(t, copied)
 	if got := decode[[]pet](t, restored.do("GET", "/v1/pets?limit=100", "")); len(got) != 100 || got[99].ID != 100 {
-		t.Errorf("the copy begins with %d animals", len(got))
+		t.Errorf("the first page of the backup has %d animals, want the 100 that were there before", len(got))
 	}
 	var last, sequence int64
 	err := restored.store.writer.QueryRow("SELECT max(id), (SELECT seq FROM sqlite_sequence) FROM pets").Scan(&last, &sequence)
 	if err != nil || last != sequence {
-		t.Errorf("the copy ends at %d, with the sequence at %d (%v)", last, sequence, err)
+		t.Errorf("the last id in the backup is %d, and the sequence is at %d (%v)", last, sequence, err)
 	}
 	restored.add("after", 1, "sold")
 }
 
-// TestFailedBackupLeavesNothing copies a damaged database, and one whose copying is interrupted.
+// TestFailedBackupLeavesNothing backs up a damaged database, and interrupts another backup.
 func TestFailedBackupLeavesNothing(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -2394,15 +2318,15 @@ func TestFailedBackupLeavesNothing(t *testing.T) {
 	for what, ctx := range map[string]context.Context{"damaged": t.Context(), "interrupted": ctx} {
 		err := backup(ctx, db, filepath.Join(dir, "copy.db"))
 		if err == nil {
-			t.Errorf("the backup of a %s database succeeds", what)
+			t.Errorf("the %s backup has succeeded", what)
 		}
 		if files := snapshot(t, dir); strings.Count(files, "\n") != 1 {
-			t.Errorf("after a failed backup of a %s database there are\n%s", what, files)
+			t.Errorf("after the %s backup the files are\n%s", what, files)
 		}
 	}
 }
 
-// TestTwoBackupsToOneName has them run at once: one is refused.
+// TestTwoBackupsToOneName runs two backups at the same time: one is refused.
 func TestTwoBackupsToOneName(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -2417,40 +2341,39 @@ func TestTwoBackupsToOneName(t *testing.T) {
 		}
 		both.Wait()
 		if refused := errors.Join(errs[0], errs[1]); errs[0] != nil && errs[1] != nil || refused == nil || !strings.Contains(refused.Error(), "exists") {
-			t.Errorf("two backups to one name: %v, %v", errs[0], errs[1])
+			t.Errorf("the errors are %v and %v, want one that the file exists", errs[0], errs[1])
 		}
 		if isNew, err := checkFile(target); isNew || err != nil {
-			t.Errorf("the copy is new: %v, %v", isNew, err)
+			t.Errorf("the backup is empty: %v (%v)", isNew, err)
 		}
 	}
 	if files := snapshot(t, dir); strings.Count(files, "\n") != 21 {
-		t.Errorf("there are\n%s", files)
+		t.Errorf("the files are\n%s", files)
 	}
 }
 
-// TestNewerVersionInTheLog is about a database that a newer version has just begun to write.
+// TestNewerVersionInTheLog opens a database of a newer version whose version number is still in the write-ahead log.
 func TestNewerVersionInTheLog(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	s.add("Rex", 7, "sold")
 	s.pragma("user_version = 2")
-	copied := filepath.Join(t.TempDir(), "animals.db")
+	dir := t.TempDir()
 	for _, suffix := range []string{"", "-wal"} {
 		b, err := os.ReadFile(s.db + suffix)
-		if err == nil {
-			err = os.WriteFile(copied+suffix, b, 0o600)
-		}
 		must(t, err)
+		writeFile(t, dir, "animals.db"+suffix, string(b))
 	}
+	copied := filepath.Join(dir, "animals.db")
 	if _, err := checkFile(copied); err != nil {
-		t.Fatalf("the file alone knows: %v", err)
+		t.Fatalf("the version number is in the file: %v", err)
 	}
 	if _, err := openStore(copied); err == nil || !strings.Contains(err.Error(), "a newer version") {
-		t.Errorf("opened with %v", err)
+		t.Errorf("openStore returned %v", err)
 	}
 }
 
-// FuzzCreatePet sends a body. Nothing may be an internal error, and what is accepted reads back as it was sent.
+// FuzzCreatePet sends a body. The response must be 201, 400 or 413, and an accepted animal must read back as it was sent.
 func FuzzCreatePet(f *testing.F) {
 	for _, body := range []string{`{"name":"Rex","categoryId":7}`, `{"name":"\ud83d\udc36","categoryId":-9223372036854775808,"status":"sold"}`,
 		`{"name":"\ud83d","categoryId":1e2}`, `{"name":"x","name":"y"}`, "{\"name\":\"\xff\"}", `[]`, ``} {
@@ -2473,24 +2396,23 @@ func FuzzCreatePet(f *testing.F) {
 			t.Fatalf("%q = %d %s", body, a.status, a.body)
 		}
 		if got := s.do("GET", a.header.Get("Location"), ""); got.body != a.body {
-			t.Errorf("%q was answered with %s and reads back as %s", body, a.body, got.body)
+			t.Errorf("POST %q = %s, but it reads back as %s", body, a.body, got.body)
 		}
-		var sent, got struct {
-			Name       *string
-			CategoryID *json.Number
-			Status     *string
+		var sent, got map[string]any
+		for text, members := range map[string]*map[string]any{string(body): &sent, a.body: &got} {
+			dec := json.NewDecoder(strings.NewReader(text))
+			dec.UseNumber()
+			must(t, dec.Decode(members))
 		}
-		if err := json.Unmarshal(body, &sent); err != nil {
-			t.Fatalf("%q is accepted: %v", body, err)
-		}
-		if err := json.Unmarshal([]byte(a.body), &got); err != nil || *got.Name != *sent.Name ||
-			*got.CategoryID != *sent.CategoryID || sent.Status != nil && *got.Status != *sent.Status {
-			t.Errorf("%q reads back as %s (%v)", body, a.body, err)
+		for name, value := range sent {
+			if got[name] != value {
+				t.Errorf("%q reads back as %s", body, a.body)
+			}
 		}
 	})
 }
 
-// FuzzListPets sends a query string. It is either refused or answered with a page.
+// FuzzListPets sends a query string. The response must be 200 or 400.
 func FuzzListPets(f *testing.F) {
 	for _, query := range []string{"", "limit=5&status=sold&after=3", "limit=101", "status=x", "after=-1", "%zz", "a;b", "limit=1&limit=1"} {
 		f.Add(query)
