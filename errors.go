@@ -1,24 +1,21 @@
 package main
 
 import (
-	"errors"
 	"fmt"
 	"net/http"
 	"strings"
 )
 
-// apiError is an error that the client is told of: the Error object of the interface. Any other error
-// stays in the log, see toAPIError.
+// apiError is an error that is shown to the client: the Error object of the API. Other errors are only logged.
 type apiError struct {
 	Code    string `json:"code"`    // one of errorCodes
-	Message string `json:"message"` // for a person to read
+	Message string `json:"message"` // for people
 	Status  int    `json:"status"`  // the HTTP status of the response
 }
 
 func (e *apiError) Error() string { return e.Message }
 
-// errorCodes holds the machine-readable code of each status that an error is answered with.
-// Clients rely on them.
+// errorCodes maps each status of an error to its machine-readable code. Clients rely on the codes.
 var errorCodes = map[int]string{
 	http.StatusBadRequest:            "invalid_request",
 	http.StatusUnauthorized:          "unauthorized",
@@ -32,41 +29,36 @@ var errorCodes = map[int]string{
 	http.StatusServiceUnavailable:    "unavailable",
 }
 
-// newError returns an apiError of a status that is in errorCodes.
+// newError returns an apiError with a status from errorCodes.
 func newError(status int, format string, args ...any) *apiError {
 	return &apiError{Code: errorCodes[status], Message: fmt.Sprintf(format, args...), Status: status}
 }
 
-// Errors of the store's methods that callers tell apart, with errors.Is. After errUnavailable nothing is stored.
+// Errors of the store that are shown to the client. After errUnavailable nothing is stored.
 var (
 	errNotFound    = newError(http.StatusNotFound, "there is no animal with this id")
 	errKeyReused   = newError(http.StatusUnprocessableEntity, "this Idempotency-Key was used for another animal")
 	errUnavailable = newError(http.StatusServiceUnavailable, "the store is not available; try again")
 )
 
-// toAPIError returns the apiError in err, or one that only says that there is an internal error.
-func toAPIError(err error) *apiError {
-	if e, ok := errors.AsType[*apiError](err); ok {
-		return e
-	}
-	return newError(http.StatusInternalServerError, "internal error")
-}
-
-// faults gathers all that is wrong with one request, so that the client can mend everything at once.
+// faults collects everything that is wrong with a request, so that the client can fix it all at once.
 type faults []string
 
-func (f *faults) add(format string, args ...any) { *f = append(*f, fmt.Sprintf(format, args...)) }
+// check adds a fault unless ok is true.
+func (f *faults) check(ok bool, format string, args ...any) {
+	if !ok {
+		*f = append(*f, fmt.Sprintf(format, args...))
+	}
+}
 
-// err returns a 400 that names the faults (the first few and a count where there are very many),
-// or nil if there are none.
+// err returns nil if there are no faults, else a 400 that lists them: if there are many, the first few and a count.
 func (f faults) err() error {
 	const most = 10
 	if len(f) == 0 {
 		return nil
 	}
-	message := strings.Join(f[:min(len(f), most)], "; ")
-	if len(f) > most {
-		message += fmt.Sprintf("; and %d more", len(f)-most)
+	if more := len(f) - most; more > 0 {
+		f = append(f[:most], fmt.Sprintf("and %d more", more))
 	}
-	return newError(http.StatusBadRequest, "%s", message)
+	return newError(http.StatusBadRequest, "%s", strings.Join(f, "; "))
 }

@@ -11,7 +11,6 @@ import (
 	"flag"
 	"fmt"
 	"io"
-	"io/fs"
 	"log/slog"
 	"net"
 	"os"
@@ -73,8 +72,8 @@ func run(ctx context.Context, args []string, lookupEnv func(string) (string, boo
 
 // config holds the command-line flags.
 type config struct {
-	addr, db, keys, tlsCert, tlsKey, backup string
-	version                                 bool
+	addr, db, keysFile, tlsCert, tlsKey, backup string
+	version                                     bool
 }
 
 // parseFlags parses the command line and makes the paths of databases absolute. For -h it prints the help to stdout and
@@ -84,7 +83,7 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 	flags.SetOutput(io.Discard)
 	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "listen on `HOST:PORT`, unless systemd passes a socket")
 	flags.StringVar(&c.db, "db", "animalstore.db", "keep the animals in `FILE`, created on first use")
-	flags.StringVar(&c.keys, "keys", "", "read API keys from `FILE`, one per line, in addition to $API_KEYS (comma-separated)")
+	flags.StringVar(&c.keysFile, "keys", "", "read API keys from `FILE`, one per line, in addition to $API_KEYS (comma-separated)")
 	flags.StringVar(&c.tlsCert, "tls-cert", "", "serve HTTPS with the certificate chain in `FILE` (PEM)")
 	flags.StringVar(&c.tlsKey, "tls-key", "", "read the private key for -tls-cert from `FILE` (PEM)")
 	flags.StringVar(&c.backup, "backup", "", "write a copy of the database to the new `FILE` and exit")
@@ -127,7 +126,7 @@ func buildVersion() string {
 
 // serve runs the service until ctx is cancelled. It checks all settings before it touches the database.
 func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool), log *slog.Logger) error {
-	k, err := loadKeys(lookupEnv, c.keys)
+	k, err := loadKeys(lookupEnv, c.keysFile)
 	if err != nil {
 		return err
 	}
@@ -175,16 +174,15 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 // writeBackup writes a copy of -db to the new file -backup.
 func (c config) writeBackup(ctx context.Context) error {
 	isNew, err := checkFile(c.db)
-	if err != nil {
+	_, statErr := os.Lstat(c.backup)
+	switch {
+	case err != nil:
 		return c.explain(err)
-	}
-	if isNew {
+	case isNew:
 		return fmt.Errorf("-db %q: there is no database yet", c.db)
-	}
-	if regexp.MustCompile(`-(journal|wal|shm)$`).MatchString(c.backup) {
+	case regexp.MustCompile(`-(journal|wal|shm)$`).MatchString(c.backup):
 		return fmt.Errorf("-backup %q: SQLite would take this for a part of a database; choose a name with another ending", c.backup)
-	}
-	if _, err := os.Lstat(c.backup); err == nil {
+	case statErr == nil:
 		return fmt.Errorf("-backup %q exists already; name a new file", c.backup)
 	}
 	if err := backup(ctx, c.db, c.backup); err != nil {
@@ -198,7 +196,7 @@ func (c config) writeBackup(ctx context.Context) error {
 // It must not be called while this process has the file open: that would drop SQLite's locks.
 func checkFile(path string) (isNew bool, err error) {
 	info, err := os.Stat(path)
-	if errors.Is(err, fs.ErrNotExist) || err == nil && info.Mode().IsRegular() && info.Size() == 0 {
+	if errors.Is(err, os.ErrNotExist) || err == nil && info.Mode().IsRegular() && info.Size() == 0 {
 		return true, checkNew(path)
 	}
 	f, err := os.OpenFile(path, os.O_RDWR, 0) // for writing too: SQLite would fall back to reading
@@ -243,7 +241,7 @@ func (c config) explain(err error) error {
 	switch code := sqliteCode(err); {
 	case code == sqlite3.SQLITE_BUSY:
 		advice = "; another program has it open: end that program first"
-	case code == sqlite3.SQLITE_CANTOPEN, code == sqlite3.SQLITE_READONLY, errors.Is(err, fs.ErrPermission):
+	case code == sqlite3.SQLITE_CANTOPEN, code == sqlite3.SQLITE_READONLY, errors.Is(err, os.ErrPermission):
 		advice = "; check that the service may write this file and others in its folder, and open enough files (ulimit -n)"
 	}
 	return fmt.Errorf("-db %q: %w%s", c.db, err, advice)
@@ -272,14 +270,14 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 // writing. Lines that cannot be queued or written are dropped and counted, and the count is logged later.
 type logWriter struct {
 	w       io.Writer
-	torn    bool        // whether the last line in w is incomplete
+	torn    bool        // whether the last line in w has no line break
 	lines   chan []byte // nil ends run
 	dropped atomic.Int64
-	ended   chan struct{}
+	done    chan struct{}
 }
 
 func newLogWriter(w io.Writer) *logWriter {
-	l := &logWriter{w: w, lines: make(chan []byte, 1024), ended: make(chan struct{})}
+	l := &logWriter{w: w, lines: make(chan []byte, 1024), done: make(chan struct{})}
 	go l.run()
 	return l
 }
@@ -297,52 +295,46 @@ func (l *logWriter) Write(line []byte) (int, error) {
 // run writes the lines, at most once a millisecond and then all that are queued: a system call for each would be a good
 // part of the cost of a request.
 func (l *logWriter) run() {
-	defer close(l.ended)
+	defer close(l.done)
 	var text []byte
 	for line := <-l.lines; line != nil; line = <-l.lines {
 		text = append(text, line...)
-		if len(l.lines) > 0 && len(text) < 64<<10 {
-			continue
+		if len(l.lines) == 0 || len(text) > 64<<10 {
+			l.flush(text)
+			text = text[:0]
+			time.Sleep(time.Millisecond)
 		}
-		l.flush(text)
-		text = text[:0]
-		time.Sleep(time.Millisecond)
 	}
 	l.flush(text)
 }
 
-// flush writes text, which consists of whole lines, and then the number of dropped lines, if there are any.
-func (l *logWriter) flush(text []byte) {
-	unwritten := l.write(text)
-	l.dropped.Add(int64(bytes.Count(unwritten, []byte("\n"))))
-	dropped := l.dropped.Load()
-	if dropped == 0 || len(unwritten) > 0 {
-		return
+// flush writes lines, and before them the number of lines that have been dropped, if there are any.
+func (l *logWriter) flush(lines []byte) {
+	var head bytes.Buffer
+	if l.torn {
+		head.WriteByte('\n')
 	}
-	var report bytes.Buffer
-	slog.New(slog.NewTextHandler(&report, nil)).Warn("log lines were dropped: they could not be written", "lines", dropped)
-	if len(l.write(report.Bytes())) == 0 {
+	dropped := l.dropped.Load()
+	if dropped > 0 {
+		slog.New(slog.NewTextHandler(&head, nil)).Warn("log lines were dropped: they could not be written", "lines", dropped)
+	}
+	text := append(head.Bytes(), lines...)
+	n, _ := l.w.Write(text)
+	if n >= head.Len() {
 		l.dropped.Add(-dropped)
 	}
-}
-
-// write writes text, on a new line if the last one is incomplete, and returns the part that could not be written.
-func (l *logWriter) write(text []byte) (unwritten []byte) {
-	if l.torn {
-		text = append([]byte("\n"), text...)
-	}
-	n, _ := l.w.Write(text)
+	unwritten := text[max(n, head.Len()):]
+	l.dropped.Add(int64(bytes.Count(unwritten, []byte("\n"))))
 	if n > 0 {
 		l.torn = text[n-1] != '\n'
 	}
-	return bytes.TrimPrefix(text[n:], []byte("\n")) // a lone line break is no line
 }
 
 // close waits until the queued lines are written, but no longer than a second.
 func (l *logWriter) close() {
 	go func() { l.lines <- nil }()
 	select {
-	case <-l.ended:
+	case <-l.done:
 	case <-time.After(time.Second):
 	}
 }

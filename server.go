@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -20,40 +21,26 @@ import (
 	"time"
 )
 
-// Limits on what one client can take up.
 const (
-	readHeaderTimeout = 5 * time.Second
-	readTimeout       = 10 * time.Second // for the whole request
-	writeTimeout      = 20 * time.Second // from the end of the header: 10 s for the body, 8 s for a create, and a reserve
-	idleTimeout       = 60 * time.Second
-	maxHeader         = 12 << 10  // bytes; net/http allows 4 KiB more, which makes 16 KiB
-	maxUnread         = 256 << 10 // bytes of a body that are read after an early response
-	maxLogged         = 1 << 10   // bytes of a path or a method in the log
-	maxCache          = 8 << 20   // bytes of cached responses; a full cache starts again empty
-)
-
-// How long a stop waits.
-const (
-	goodbyeTime  = 250 * time.Millisecond // for clients to close their idle connections
-	drainTimeout = 10 * time.Second       // for requests with a valid key
-	cutOffTime   = time.Second            // for all other connections
+	maxUnread = 256 << 10 // bytes of a body that are read after an early response
+	maxLogged = 1 << 10   // bytes of a path or a method in the log
+	maxCache  = 8 << 20   // bytes of cached responses; a full cache starts again empty
 )
 
 // server is the service as an http.Handler.
 type server struct {
-	store    *store
-	keys     keys
-	log      *slog.Logger
-	mux      *http.ServeMux
-	cache    atomic.Pointer[generation]
-	handling atomic.Int64 // requests in progress that have a valid key
-	draining atomic.Bool  // set by a stop: every response closes its connection
+	store      *store
+	keys       keys
+	log        *slog.Logger
+	mux        *http.ServeMux
+	cache      atomic.Pointer[generation] // nil at first
+	inProgress atomic.Int64               // requests with a valid key
+	draining   atomic.Bool                // set by a stop: every response closes its connection
 }
 
 // newServer returns the service on an open store.
 func newServer(st *store, k keys, log *slog.Logger) *server {
 	s := &server{store: st, keys: k, log: log, mux: http.NewServeMux()}
-	s.cache.Store(&generation{})
 	handle := func(pattern string, h handler) {
 		s.mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) { s.answer(w, r, h) })
 	}
@@ -73,19 +60,19 @@ func newServer(st *store, k keys, log *slog.Logger) *server {
 
 // ServeHTTP routes a request to its handler.
 func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	if p := r.URL.EscapedPath(); p == "" || p[0] != '/' || path.Clean(p) != p {
-		s.answer(w, r, s.requireKey(notFound)) // ServeMux would redirect it
+	if p := r.URL.EscapedPath(); !strings.HasPrefix(p, "/") || path.Clean(p) != p {
+		s.answer(w, r, s.requireKey(notFound)) // ServeMux would redirect the client
 		return
 	}
 	s.mux.ServeHTTP(w, r)
 }
 
-// handler answers a request, or returns an error to answer with.
+// handler answers a request, or returns an error for finish to answer with.
 type handler func(c *call, r *http.Request) error
 
 // Headers of every response, and of every response of the deprecated operation.
 var (
-	everyHeader = http.Header{
+	commonHeader = http.Header{
 		"Cache-Control":          {"no-store"},
 		"Content-Type":           {"application/json"},
 		"X-Content-Type-Options": {"nosniff"},
@@ -97,37 +84,34 @@ var (
 	}
 )
 
-// answer has h answer a request, and logs it.
+// answer has h answer a request.
 func (s *server) answer(w http.ResponseWriter, r *http.Request, h handler) {
-	start := time.Now()
-	c := &call{ResponseWriter: w, server: s, id: rand.Text(), unread: r.ContentLength != 0}
-	maps.Copy(w.Header(), everyHeader)
+	c := &call{ResponseWriter: w, server: s, start: time.Now(), id: rand.Text(), unread: r.ContentLength != 0}
+	maps.Copy(w.Header(), commonHeader)
 	w.Header().Set("X-Request-Id", c.id)
-	if err := h.try(c, r); err != nil {
-		c.sendError(err)
+	defer c.finish(r)
+	c.err = h(c, r)
+}
+
+// finish answers with the error that the handler returned, or with a 500 if it panicked, and logs the request.
+func (c *call) finish(r *http.Request) {
+	if p := recover(); p != nil {
+		c.err = fmt.Errorf("panic: %v\n%s", p, debug.Stack())
 	}
-	r.Header = nil // parsed, it can take many times its size, and net/http keeps r until the body has arrived
-	c.log(r, time.Since(start))
+	if c.err != nil {
+		c.sendError()
+	}
+	r.Header = nil // frees memory: a parsed header can be much larger than the raw one, and net/http may keep r for seconds
+	c.log(r)
 	if c.unread {
-		// A client that closes its connection may still be sending the body. If net/http closed the connection first, that
-		// would reset it, and the response could be lost.
-		http.NewResponseController(w).Flush()
+		// The client may still be sending the body. If it does not want to keep the connection, net/http would close that
+		// with unread data, which resets it: the client could lose the response.
+		http.NewResponseController(c.ResponseWriter).Flush()
 		io.CopyN(io.Discard, r.Body, maxUnread)
 	}
 }
 
-// try calls h. If h panics, it returns that as an error.
-func (h handler) try(c *call, r *http.Request) (err error) {
-	defer func() {
-		if p := recover(); p != nil {
-			err = fmt.Errorf("panic: %v\n%s", p, debug.Stack())
-		}
-	}()
-	return h(c, r)
-}
-
-// requireKey passes requests with a valid API key to next, and answers all others with 401, whatever else is wrong with
-// them.
+// requireKey passes requests with a valid API key to next, and answers all others with 401, before any other check.
 func (s *server) requireKey(next handler) handler {
 	return func(c *call, r *http.Request) error {
 		caller, challenge := s.keys.authenticate(r.Header)
@@ -137,8 +121,8 @@ func (s *server) requireKey(next handler) handler {
 				"GET /openapi.json describes this interface")
 		}
 		c.caller = caller
-		s.handling.Add(1)
-		defer s.handling.Add(-1)
+		s.inProgress.Add(1)
+		defer s.inProgress.Add(-1)
 		return next(c, r)
 	}
 }
@@ -151,28 +135,26 @@ func deprecated(next handler) handler {
 	}
 }
 
-// generation is the content of the cache: successful responses to GET requests, made from one version of the store or
-// from a later one.
+// generation is the content of the cache: successful responses to GET requests, read at this version of the store or later.
 type generation struct {
 	version   int64
 	size      atomic.Int64 // bytes that the responses take, roughly
 	responses sync.Map     // from URL to *cachedResponse
 }
 
-// cachedResponse is a 200.
+// cachedResponse is a response with status 200.
 type cachedResponse struct {
 	link []string // the Link header, nil if there is none
 	body []byte
 }
 
-// cached answers from the cache if it can. Otherwise it calls next and keeps the response. The generation is chosen
-// before next reads the store: if the store changes in between, the old response goes into a generation that is no
-// longer used.
+// cached answers from the cache if it can. Otherwise it calls next, and keeps the response unless next returns an error.
+// The generation is chosen before next reads the store, so an outdated response can only go into an outdated generation.
 func (s *server) cached(next handler) handler {
 	return func(c *call, r *http.Request) error {
 		url, version := r.URL.RequestURI(), s.store.version()
 		g := s.cache.Load()
-		if g.version < version || g.size.Load() > maxCache {
+		if g == nil || g.version < version || g.size.Load() > maxCache {
 			g = &generation{version: version}
 			s.cache.Store(g)
 		}
@@ -196,6 +178,7 @@ func (s *server) cached(next handler) handler {
 type call struct {
 	http.ResponseWriter
 	server *server
+	start  time.Time
 	id     string // X-Request-Id
 	unread bool   // whether there is a body that has not been read to its end
 	caller caller // nobody until the key is accepted
@@ -208,7 +191,7 @@ type call struct {
 func (c *call) send(status int, body []byte) {
 	c.status, c.body = status, body
 	c.Header().Set("Content-Length", strconv.Itoa(len(body)))
-	if c.unread || c.server.draining.Load() { // if unread, net/http would otherwise wait for the body before it sends this
+	if c.unread || c.server.draining.Load() { // without this, net/http would read an unread body before it sends anything
 		c.Header().Set("Connection", "close")
 	}
 	c.WriteHeader(status)
@@ -220,26 +203,28 @@ func (c *call) sendJSON(status int, v any) error {
 	var b bytes.Buffer
 	enc := json.NewEncoder(&b)
 	enc.SetEscapeHTML(false)
-	if err := enc.Encode(v); err != nil {
-		return err
+	err := enc.Encode(v)
+	if err == nil {
+		c.send(status, b.Bytes())
 	}
-	c.send(status, b.Bytes())
-	return nil
+	return err
 }
 
-// sendError sends what the client may know of err, and keeps err for the log.
-func (c *call) sendError(err error) {
-	c.err = err
-	e := toAPIError(err)
+// sendError sends the apiError in c.err, or, if there is none, only says that there is an internal error.
+func (c *call) sendError() {
+	e, ok := errors.AsType[*apiError](c.err)
+	if !ok {
+		e = newError(http.StatusInternalServerError, "internal error")
+	}
 	if e.Status == http.StatusServiceUnavailable {
 		c.Header().Set("Retry-After", "1") // seconds
 	}
 	c.sendJSON(e.Status, e)
 }
 
-// log writes the log line of a call that has ended. It makes the record itself because slog.Logger would look up the
-// line of the source, which takes a tenth of the time of a GET.
-func (c *call) log(r *http.Request, duration time.Duration) {
+// log writes the log line of a request that has been answered. It makes the record itself because slog.Logger would look
+// up the line of the source, which takes a tenth of the time of a GET.
+func (c *call) log(r *http.Request) {
 	sent := len(c.body)
 	if r.Method == http.MethodHead {
 		sent = 0
@@ -251,17 +236,16 @@ func (c *call) log(r *http.Request, duration time.Duration) {
 		slog.String("path", r.URL.Path[:min(len(r.URL.Path), maxLogged)]),
 		slog.Int("status", c.status),
 		slog.Int("bytes", sent),
-		slog.Duration("duration", duration))
+		slog.Duration("duration", time.Since(c.start)))
 	if c.err != nil {
-		e := toAPIError(c.err)
-		line.AddAttrs(slog.String("code", e.Code))
-		if e.Status >= http.StatusInternalServerError {
-			line.Level = slog.LevelError
-			line.AddAttrs(slog.Any("error", c.err))
-		}
+		line.AddAttrs(slog.String("code", errorCodes[c.status]))
+	}
+	if c.status >= http.StatusInternalServerError {
+		line.Level = slog.LevelError
+		line.AddAttrs(slog.Any("error", c.err))
 	}
 	if c.caller != (caller{}) {
-		line.AddAttrs(slog.String("key", c.caller.String())) // last, where no client can forge it
+		line.AddAttrs(slog.String("key", c.caller.String())) // last, where README.md looks for it
 	}
 	c.server.log.Handler().Handle(context.Background(), line)
 }
@@ -270,12 +254,12 @@ func (c *call) log(r *http.Request, duration time.Duration) {
 func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	srv := &http.Server{
 		Handler:                      s,
-		ReadHeaderTimeout:            readHeaderTimeout,
-		ReadTimeout:                  readTimeout,
-		WriteTimeout:                 writeTimeout,
-		IdleTimeout:                  idleTimeout,
-		MaxHeaderBytes:               maxHeader,
-		DisableGeneralOptionsHandler: true, // OPTIONS * needs a key like everything else
+		ReadHeaderTimeout:            5 * time.Second,
+		ReadTimeout:                  10 * time.Second, // for the whole request
+		WriteTimeout:                 20 * time.Second, // from the end of the header: 10 s for the body, 8 s for a create, 2 s more
+		IdleTimeout:                  60 * time.Second,
+		MaxHeaderBytes:               12 << 10, // net/http allows 4 KiB more, which makes 16 KiB
+		DisableGeneralOptionsHandler: true,     // OPTIONS * needs a key like everything else
 		ErrorLog:                     slog.NewLogLogger(s.log.Handler(), slog.LevelWarn),
 	}
 	failed := make(chan error, 1)
@@ -294,15 +278,15 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 }
 
 // drain stops srv, which serves ln. Shutdown alone would close idle connections at once, even if a request is on its way,
-// and would wait as long for a stranger as for a client with a valid key.
+// and would wait for clients without a valid key as long as for those with one.
 func (s *server) drain(srv *http.Server, ln net.Listener) error {
-	deadline := time.Now().Add(drainTimeout)
+	deadline := time.Now().Add(10 * time.Second) // for requests with a valid key
 	ln.Close()
-	time.Sleep(goodbyeTime)
-	for s.handling.Load() > 0 && time.Now().Before(deadline) {
+	time.Sleep(250 * time.Millisecond) // for clients to close idle connections
+	for s.inProgress.Load() > 0 && time.Now().Before(deadline) {
 		time.Sleep(5 * time.Millisecond)
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), cutOffTime)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second) // for all other connections
 	defer cancel()
 	defer srv.Close()
 	return srv.Shutdown(ctx)

@@ -2205,7 +2205,7 @@ func TestLoadKeys(t *testing.T) {
 	}
 	for key, want := range map[string]bool{"one": true, "two#2": true, "three,3": true, "four": true, "#five": true,
 		"": false, "# old": false, "# older": false, "one\r": false, "three": false} {
-		if ok := k.contain(callerOf(key)); ok != want {
+		if ok := k.contains(callerOf(key)); ok != want {
 			t.Errorf("key %q is valid: %v, want %v", key, ok, want)
 		}
 	}

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"database/sql"
 	"errors"
@@ -70,7 +71,6 @@ const (
 	getSQL          = `SELECT id, name, category_id, status FROM pets WHERE id = ?`
 	beginSQL        = `BEGIN IMMEDIATE`
 	commitSQL       = `COMMIT`
-	rollbackSQL     = `ROLLBACK`
 	insertPetSQL    = `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`
 	findKeySQL      = `SELECT id, name, category_id, status FROM idempotency_keys
 		WHERE caller = ? AND key = ? AND created >= ?`
@@ -187,7 +187,7 @@ func (s *store) open() error {
 	if err := s.prepare(s.readers, listSQL, listByStatusSQL, getSQL); err != nil {
 		return err
 	}
-	if err := s.prepare(s.writer, beginSQL, commitSQL, rollbackSQL, insertPetSQL, findKeySQL, insertKeySQL, purgeSQL); err != nil {
+	if err := s.prepare(s.writer, beginSQL, commitSQL, insertPetSQL, findKeySQL, insertKeySQL, purgeSQL); err != nil {
 		return err
 	}
 	if err := s.prepare(s.watcher); err != nil {
@@ -317,10 +317,7 @@ func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, 
 		s.write(b)
 	}
 	<-b.done
-	if b.err != nil {
-		return pet{}, false, b.err
-	}
-	return c.stored, c.replayed, c.err
+	return c.stored, c.replayed, cmp.Or(b.err, c.err)
 }
 
 // write stores the batch b and sets its results.
@@ -329,12 +326,12 @@ func (s *store) write(b *batch) {
 	defer s.writing.Unlock()
 	defer func() {
 		if b.err != nil {
-			s.prepared[rollbackSQL].Exec() // fails, harmlessly, if no transaction is open
+			s.writer.Exec("ROLLBACK") // fails, harmlessly, if no transaction is open
 		}
 		close(b.done)
 	}()
 	if err := s.begin(); err != nil {
-		b.err = fmt.Errorf("%w: %w", errUnavailable, err)
+		b.err = err
 		return
 	}
 	now := time.Now()
@@ -358,7 +355,7 @@ func (s *store) begin() error {
 		s.joining.Unlock()
 	}()
 	if _, err := s.prepared[beginSQL].Exec(); err != nil {
-		return err
+		return fmt.Errorf("%w: %w", errUnavailable, err)
 	}
 	return s.inPlace()
 }
@@ -366,9 +363,9 @@ func (s *store) begin() error {
 // insert stores c, or finds the first response to its key. It returns an error that concerns the whole batch, and
 // leaves one that concerns c alone in c.
 func (s *store) insert(c *creation, now time.Time) error {
-	forgotten := now.Add(-keyLifetime).Unix()
+	expired := now.Add(-keyLifetime).Unix()
 	if c.key != "" {
-		err := s.prepared[findKeySQL].QueryRow(c.caller[:], c.key, forgotten).Scan(c.stored.columns()...)
+		err := s.prepared[findKeySQL].QueryRow(c.caller[:], c.key, expired).Scan(c.stored.columns()...)
 		if err == nil {
 			c.replayed = true
 			if c.stored.newPet != c.newPet {
@@ -400,15 +397,15 @@ func (s *store) insert(c *creation, now time.Time) error {
 	if _, err := s.prepared[insertKeySQL].Exec(c.caller[:], c.key, now.Unix(), id, c.Name, c.CategoryID, c.Status); err != nil {
 		return err
 	}
-	_, err = s.prepared[purgeSQL].Exec(forgotten, 2) // two for each one added, so that they do not pile up
+	_, err = s.prepared[purgeSQL].Exec(expired, 2) // two for each one added, so that they do not pile up
 	return err
 }
 
-// inPlace returns an error unless the database that was opened is still at path. SQLite would go on writing to it wherever
-// it is, and even if it was deleted.
+// inPlace returns errUnavailable unless the database that was opened is still at path. If it was moved or deleted, SQLite
+// goes on writing to it.
 func (s *store) inPlace() error {
 	if !isFile(s.path, s.file) {
-		return errors.New("the database was moved, deleted or replaced; put it back, or restart the service")
+		return fmt.Errorf("%w: the database was moved, deleted or replaced; put it back, or restart the service", errUnavailable)
 	}
 	return nil
 }
@@ -433,9 +430,8 @@ func (s *store) version() int64 {
 		if err != nil || seen != s.seen {
 			s.changes.Add(1)
 		}
-		now := time.Now()
 		s.seen = seen
-		s.looked.Store(&now)
+		s.looked.Store(new(time.Now()))
 	}
 	return s.changes.Load()
 }
@@ -484,15 +480,13 @@ func copyDatabase(ctx context.Context, path, target string) error {
 	return err
 }
 
-// openPool returns a pool of up to size connections to the database file at path, which is absolute. All have the busy
-// timeout and the given pragmas. None is open yet.
-func openPool(path, mode string, size int, pragmas ...string) *sql.DB {
-	path = filepath.ToSlash(path)
-	if path[0] != '/' {
-		path = "/" + path // Windows: /C:/...
-	}
+// openPool returns a pool of up to size connections to the database in file, whose path is absolute, with SQLite's URI
+// mode ro, rw or rwc. All have the busy timeout and the given pragmas. None is open yet.
+func openPool(file, mode string, size int, pragmas ...string) *sql.DB {
 	pragmas = append(pragmas, fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()))
-	dsn := url.URL{Scheme: "file", Path: path, RawQuery: url.Values{"mode": {mode}, "_pragma": pragmas}.Encode()}
+	query := url.Values{"mode": {mode}, "_pragma": pragmas}
+	location := "/" + strings.TrimPrefix(filepath.ToSlash(file), "/") // on Windows: /C:/...
+	dsn := url.URL{Scheme: "file", Path: location, RawQuery: query.Encode()}
 	db, _ := sql.Open("sqlite", dsn.String()) // fails only if there is no such driver
 	db.SetMaxOpenConns(size)
 	db.SetMaxIdleConns(size)
