@@ -31,20 +31,19 @@ func main() {
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(200) // the heap is only a few MiB: collect it half as often
 	}
-	signal.Ignore(syscall.SIGPIPE) // or a write to a log whose reader is gone would end the process
+	signal.Ignore(syscall.SIGPIPE) // otherwise a write to a log that nobody reads any more would end the process
 	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
-	if !signal.Ignored(syscall.SIGHUP) { // nohup(1) ignores it
+	if !signal.Ignored(syscall.SIGHUP) { // nohup(1) starts the program with it ignored
 		signals = append(signals, syscall.SIGHUP)
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), signals...)
-	// From a second after the first signal, another one has its default action: it ends the process at once. One that
-	// comes earlier belongs to the first: timeout(1) signals the process and then its group.
+	// A second signal ends the process at once, unless it comes within a second of the first: timeout(1) sends two.
 	context.AfterFunc(ctx, func() { time.AfterFunc(time.Second, stop) })
 	os.Exit(run(ctx, os.Args[1:], os.LookupEnv, os.Stdout, os.Stderr))
 }
 
-// run runs the program until it is done or ctx is cancelled. It reports an error in one line on stderr, and returns the
-// exit status: 0, 2 if the command line is wrong, 1 after any other error.
+// run does what the command line says, until ctx is cancelled. It reports an error in one line on stderr, and returns the
+// exit status: 0, 2 if the command line is wrong, or 1 after any other error.
 func run(ctx context.Context, args []string, lookupEnv func(string) (string, bool), stdout, stderr io.Writer) int {
 	lines := newLogWriter(stderr)
 	defer lines.close()
@@ -191,15 +190,15 @@ func (c config) writeBackup(ctx context.Context) error {
 	return nil
 }
 
-// checkFile returns an error unless path is a database of this service, or can become one: then isNew is true. It reads
-// only the header (https://sqlite.org/fileformat.html#the_database_header), since SQLite may modify a file that it opens.
-// It must not be called while this process has the file open: that would drop SQLite's locks.
+// checkFile checks that path is a database of this service, or that a new one can be created there (isNew). It reads only
+// the header (https://sqlite.org/fileformat.html#the_database_header), because SQLite may modify a file that it opens. Do
+// not call it while this process has the database open: closing the file here would release SQLite's locks.
 func checkFile(path string) (isNew bool, err error) {
 	info, err := os.Stat(path)
 	if errors.Is(err, os.ErrNotExist) || err == nil && info.Mode().IsRegular() && info.Size() == 0 {
 		return true, checkNew(path)
 	}
-	f, err := os.OpenFile(path, os.O_RDWR, 0) // for writing too: SQLite would fall back to reading
+	f, err := os.OpenFile(path, os.O_RDWR, 0) // for writing too: SQLite would silently open it read-only
 	if err != nil {
 		return false, err
 	}
@@ -209,7 +208,9 @@ func checkFile(path string) (isNew bool, err error) {
 	switch {
 	case err != nil && err != io.EOF:
 		return false, err
-	case string(header[:16]) != "SQLite format 3\x00" || binary.BigEndian.Uint32(header[68:]) != applicationID:
+	case string(header[:16]) != "SQLite format 3\x00":
+		return false, errors.New("not a database of this service, nor another SQLite database; name another file")
+	case binary.BigEndian.Uint32(header[68:]) != applicationID:
 		return false, fmt.Errorf("not a database of this service: its application_id is not %[1]d; name another file, or, "+
 			"if this one was made from a dump of such a database, run: sqlite3 FILE 'PRAGMA application_id = %[1]d'", applicationID)
 	case binary.BigEndian.Uint32(header[60:]) > schemaVersion:
@@ -218,12 +219,12 @@ func checkFile(path string) (isNew bool, err error) {
 	return false, nil
 }
 
-// checkNew returns an error if a new database cannot be created at path, or would destroy the write-ahead log of another.
+// checkNew checks that a new database can be created at path without destroying the write-ahead log of another.
 func checkNew(path string) error {
-	if real, err := filepath.EvalSymlinks(path); err == nil {
-		path = real
+	if resolved, err := filepath.EvalSymlinks(path); err == nil {
+		path = resolved // SQLite puts the log beside that file
 	} else if _, err := os.Lstat(path); err == nil {
-		return errors.New("it is a symbolic link to a file that does not exist; to begin a new database, create an empty file there")
+		return errors.New("it is a symbolic link to a missing file; to begin a new database, create that file, empty")
 	}
 	if _, err := os.Stat(filepath.Dir(path)); err != nil {
 		return fmt.Errorf("its folder does not exist; create it, or name another: %w", err)
@@ -235,7 +236,7 @@ func checkNew(path string) error {
 	return nil
 }
 
-// explain returns an error of -db with what the operator can do about it.
+// explain adds to an error of the database its path, and what the operator can do about it.
 func (c config) explain(err error) error {
 	advice := ""
 	switch code := sqliteCode(err); {
@@ -247,14 +248,14 @@ func (c config) explain(err error) error {
 	return fmt.Errorf("-db %q: %w%s", c.db, err, advice)
 }
 
-// listen returns the socket that systemd passes (sd_listen_fds(3)) or, without one, a socket listening on addr.
+// listen returns the socket that systemd passes (sd_listen_fds(3)), or else a socket that listens on addr.
 func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, error) {
 	pid, _ := lookupEnv("LISTEN_PID")
 	count, _ := lookupEnv("LISTEN_FDS")
 	if pid != strconv.Itoa(os.Getpid()) || count == "" || count == "0" {
 		ln, err := net.Listen("tcp", addr)
 		if err != nil {
-			return nil, fmt.Errorf("%w; choose another with -addr", err)
+			return nil, fmt.Errorf("%w; choose another address with -addr", err)
 		}
 		return ln, nil
 	}
@@ -292,8 +293,7 @@ func (l *logWriter) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// run writes the lines, at most once a millisecond and then all that are queued: a system call for each would be a good
-// part of the cost of a request.
+// run writes the queued lines in batches, at most one per millisecond: a system call for each line would slow requests.
 func (l *logWriter) run() {
 	defer close(l.done)
 	var text []byte
@@ -308,11 +308,11 @@ func (l *logWriter) run() {
 	l.flush(text)
 }
 
-// flush writes lines, and before them the number of lines that have been dropped, if there are any.
+// flush writes the number of dropped lines, if there are any, and then lines. It counts those that it cannot write.
 func (l *logWriter) flush(lines []byte) {
 	var head bytes.Buffer
 	if l.torn {
-		head.WriteByte('\n')
+		head.WriteString("\n")
 	}
 	dropped := l.dropped.Load()
 	if dropped > 0 {

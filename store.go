@@ -20,11 +20,11 @@ import (
 )
 
 const (
-	busyTimeout   = 5 * time.Second        // to wait for the lock of another program; a create has 8 s in all
-	maxBatch      = 4096                   // creates that wait at the same time, at a few hundred bytes each
-	watchInterval = 250 * time.Millisecond // between looks for commits of other programs, which show within 1 s
-	keyLifetime   = 24 * time.Hour         // of an idempotency key
-	maxIdleWAL    = 64 << 20               // bytes that the write-ahead log may take on disk while it is empty
+	busyTimeout   = 5 * time.Second        // how long to wait for the lock of another program; a create has 8 s in all
+	maxBatch      = 4096                   // creations in a batch, at a few hundred bytes each
+	watchInterval = 250 * time.Millisecond // between checks for commits of other programs, which must show within 1 s
+	keyLifetime   = 24 * time.Hour         // how long an idempotency key is remembered
+	maxIdleWAL    = 64 << 20               // bytes to which SQLite truncates the write-ahead log when it is not needed
 
 	applicationID = 0x50657473 // PRAGMA application_id: "Pets", the mark of this service's databases
 	schemaVersion = 1          // PRAGMA user_version
@@ -32,9 +32,9 @@ const (
 
 var errNewer = errors.New("a newer version of this service has written it; run that version")
 
-// schema creates the tables of a new database, unless another process just has. The CHECK constraints hold edits by
-// hand to the rules of the API; white space is what unicode.IsSpace says. SQLite checks three statuses joined by OR
-// much faster than a list of three.
+// schema creates the tables of a new database. It does nothing if another process has just created them. The CHECK
+// constraints apply the rules of the API to manual edits too; white space is as in unicode.IsSpace. SQLite checks three
+// statuses joined by OR much faster than a list of three.
 var schema = fmt.Sprintf(`
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS pets (
@@ -80,27 +80,27 @@ const (
 		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT ?)`
 )
 
-// newPet is the interface's NewPet, with its status filled in.
+// newPet is the API's NewPet, with its status filled in.
 type newPet struct {
 	Name       string `json:"name"`
 	CategoryID int64  `json:"categoryId"`
 	Status     string `json:"status"`
 }
 
-// pet is the interface's Pet: an animal in the store.
+// pet is the API's Pet: an animal in the store.
 type pet struct {
 	ID int64 `json:"id"`
 	newPet
 }
 
-// columns returns the Scan destinations for the queries above.
+// columns returns the Scan destinations for the SELECT statements above.
 func (p *pet) columns() []any { return []any{&p.ID, &p.Name, &p.CategoryID, &p.Status} }
 
 // page selects the animals to list.
 type page struct {
 	limit  int
 	status string // "" for any
-	after  int64  // the last id of the page before
+	after  int64  // the last id of the previous page
 }
 
 // creation is an animal waiting to be stored, and then the result.
@@ -141,8 +141,8 @@ type store struct {
 	changes atomic.Int64              // see version
 	watcher *sql.DB                   // one connection, which sees the commits of all others
 	looking sync.Mutex                // held during a look; guards seen
-	seen    int64                     // the result of the last look
-	looked  atomic.Pointer[time.Time] // when the last look ended
+	seen    int64                     // the data_version that the watcher saw last
+	looked  atomic.Pointer[time.Time] // when that was
 }
 
 // openStore opens the database file at path, which is absolute and has passed checkFile, and creates the database if the
@@ -169,10 +169,10 @@ func (s *store) open() error {
 	if err := s.writer.QueryRow("PRAGMA user_version").Scan(&version); err != nil {
 		return err
 	}
-	if version > schemaVersion { // in the write-ahead log, where checkFile does not look
+	if version > schemaVersion { // according to the write-ahead log, which checkFile does not read
 		return errNewer
 	}
-	if version == 0 { // before WAL mode, so that the first bytes in the file itself mark it as this service's
+	if version == 0 { // before WAL mode, so that application_id is in the file from the start, and not only in the log
 		if _, err := s.writer.Exec(schema); err != nil {
 			return err
 		}
@@ -198,15 +198,14 @@ func (s *store) open() error {
 		return err
 	}
 	s.walPath = resolved + "-wal"
-	s.wal, err = os.Stat(s.walPath)
-	if err != nil {
-		return err
-	}
 	s.file, err = os.Stat(resolved)
+	if err == nil {
+		s.wal, err = os.Stat(s.walPath)
+	}
 	return err
 }
 
-// prepare prepares queries on db and opens all its connections: later there may be no file descriptor left.
+// prepare prepares queries on db, and opens all its connections while there are file descriptors.
 func (s *store) prepare(db *sql.DB, queries ...string) error {
 	for _, query := range queries {
 		statement, err := db.Prepare(query)
@@ -230,14 +229,13 @@ func (s *store) prepare(db *sql.DB, queries ...string) error {
 
 // close waits for a transaction in progress and closes the database. The store must not be used afterwards.
 //
-// SQLite does not remove the log of a database that was moved or replaced, and would apply it to the next database at
-// this path. So close empties the log. If it cannot, because another program is reading, it gives the log another name
-// and returns an error that says so.
+// SQLite does not remove the log of a database that was moved or replaced, and would apply it to the next database at this
+// path. close therefore empties the log. If another program prevents that, it renames the log and returns an error.
 func (s *store) close() error {
-	s.writing.Lock() // and never unlock
+	s.writing.Lock() // and never unlocks it
 	s.watcher.Close()
 	s.readers.Close() // before the writer: the last connection removes the log, if it may write
-	if s.file == nil || s.inPlace() == nil || !isFile(s.walPath, s.wal) {
+	if s.wal == nil || s.inPlace() == nil || !isFile(s.walPath, s.wal) {
 		return s.writer.Close()
 	}
 	var busy, frames, copied int
@@ -254,12 +252,12 @@ func (s *store) close() error {
 		return err
 	}
 	os.Remove(strings.TrimSuffix(s.walPath, "-wal") + "-shm") // the index of the log; SQLite rebuilds it
-	return fmt.Errorf("%q was moved or replaced, and its write-ahead log could not be emptied: %w; the log holds animals and is "+
-		"now %q: to keep them, end all other programs that use the database, move it back, and rename the log to %q", s.path, err, kept, s.walPath)
+	return fmt.Errorf("%q was moved or replaced, and its write-ahead log could not be emptied: %w; the log holds animals and is now "+
+		"%q: to keep them, end all programs that use the database, move it back, and rename the log to %q", s.path, err, kept, s.walPath)
 }
 
-// list returns a page of animals, by ascending id, and whether more follow. It takes no context: the query is bounded,
-// and interrupting one costs a connection.
+// list returns a page of animals, by ascending id, and whether more follow. It takes no context: the query is bounded, and
+// database/sql discards the connection of a cancelled query.
 func (s *store) list(p page) (pets []pet, more bool, err error) {
 	query, args := listSQL, []any{p.after, p.limit + 1}
 	if p.status != "" {
@@ -295,21 +293,21 @@ func (s *store) get(id int64) (pet, error) {
 	return p, dbError(err)
 }
 
-// create stores p and returns it, with its id, once it is safely on disk. If the caller has used the idempotency key
-// before, it stores nothing: it returns what it returned then, with replayed true, or errKeyReused if p was different
-// then. A key of "" is none. After errUnavailable nothing is stored; after any other error p may or may not be. It
-// takes no context: a client that goes away must not leave that in doubt.
+// create stores p and returns it, with its id, once it is safely on disk. If the caller has used the idempotency key within
+// keyLifetime, it stores nothing: it returns the first result with replayed true, or errKeyReused if p differs. A key of ""
+// is none. After errUnavailable nothing is stored; after any other error p may or may not be. It takes no context: a client
+// that disconnects must not leave that in doubt.
 func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, err error) {
 	c := &creation{newPet: p, caller: who, key: key}
 	s.joining.Lock()
 	first := s.gathering == nil
 	if first {
-		s.gathering = &batch{done: make(chan struct{}), err: errors.New("the write ended in a panic")}
+		s.gathering = &batch{done: make(chan struct{}), err: errors.New("the write ended in a panic")} // unless write replaces err
 	}
 	b := s.gathering
 	if len(b.creations) == maxBatch {
 		s.joining.Unlock()
-		return pet{}, false, fmt.Errorf("%w: %d creates wait already", errUnavailable, maxBatch)
+		return pet{}, false, fmt.Errorf("%w: %d creates are waiting already", errUnavailable, maxBatch)
 	}
 	b.creations = append(b.creations, c)
 	s.joining.Unlock()
@@ -320,7 +318,7 @@ func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, 
 	return c.stored, c.replayed, cmp.Or(b.err, c.err)
 }
 
-// write stores the batch b and sets its results.
+// write stores the batch b, sets its results and closes b.done.
 func (s *store) write(b *batch) {
 	s.writing.Lock()
 	defer s.writing.Unlock()
@@ -346,8 +344,8 @@ func (s *store) write(b *batch) {
 	b.err = dbError(err)
 }
 
-// begin begins the transaction of the batch that is gathering. Creations can join the batch until then: those that
-// come while the database is locked are stored, or refused, with the rest.
+// begin begins a transaction for the current batch, which creations can join until then: those that come while the database
+// is locked are stored, or refused, with the rest. It returns errUnavailable if that fails or the database was moved.
 func (s *store) begin() error {
 	defer func() {
 		s.joining.Lock()
@@ -360,8 +358,8 @@ func (s *store) begin() error {
 	return s.inPlace()
 }
 
-// insert stores c, or finds the first response to its key. It returns an error that concerns the whole batch, and
-// leaves one that concerns c alone in c.
+// insert stores c in the open transaction, or finds the first response to its key. It returns an error that concerns the
+// whole batch; one that concerns c alone is left in c.err.
 func (s *store) insert(c *creation, now time.Time) error {
 	expired := now.Add(-keyLifetime).Unix()
 	if c.key != "" {
@@ -379,13 +377,13 @@ func (s *store) insert(c *creation, now time.Time) error {
 	}
 	result, err := s.prepared[insertPetSQL].Exec(c.Name, c.CategoryID, c.Status)
 	if sqliteCode(err) == sqlite3.SQLITE_CONSTRAINT {
-		c.err = err // from a trigger that someone has added, say: SQLite undoes this statement alone
+		c.err = err // such as RAISE(ABORT) in a trigger: SQLite has undone only this statement
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	if rows, _ := result.RowsAffected(); rows == 0 { // the driver never returns an error here, nor below
+	if rows, _ := result.RowsAffected(); rows == 0 { // neither this nor LastInsertId returns an error in this driver
 		c.err = errors.New("a trigger left the animal out")
 		return nil
 	}
@@ -397,12 +395,12 @@ func (s *store) insert(c *creation, now time.Time) error {
 	if _, err := s.prepared[insertKeySQL].Exec(c.caller[:], c.key, now.Unix(), id, c.Name, c.CategoryID, c.Status); err != nil {
 		return err
 	}
-	_, err = s.prepared[purgeSQL].Exec(expired, 2) // two for each one added, so that they do not pile up
+	_, err = s.prepared[purgeSQL].Exec(expired, 2) // two expired keys for each new one
 	return err
 }
 
-// inPlace returns errUnavailable unless the database that was opened is still at path. If it was moved or deleted, SQLite
-// goes on writing to it.
+// inPlace returns errUnavailable unless the database that was opened is still at path. SQLite would go on writing to it
+// wherever it is, even if it was deleted.
 func (s *store) inPlace() error {
 	if !isFile(s.path, s.file) {
 		return fmt.Errorf("%w: the database was moved, deleted or replaced; put it back, or restart the service", errUnavailable)
@@ -416,8 +414,8 @@ func isFile(path string, file os.FileInfo) bool {
 	return err == nil && os.SameFile(file, now)
 }
 
-// version returns a number that grows with every commit: of this process, before it is acknowledged; of another
-// program, within watchInterval. It also grows if it cannot tell.
+// version returns a number that grows with every commit: of this process, before it is acknowledged; of other programs,
+// within watchInterval. It also grows if there may have been a commit.
 func (s *store) version() int64 {
 	if time.Since(*s.looked.Load()) < watchInterval {
 		return s.changes.Load()
@@ -436,12 +434,12 @@ func (s *store) version() int64 {
 	return s.changes.Load()
 }
 
-// backup writes a consistent copy of the database at path to the new file target. Both paths are absolute. The copy
-// gets that name once it is verified and on disk; after an error before that, nothing of it is left.
+// backup writes a consistent copy of the database at path to the new file target. Both paths are absolute. The copy gets that
+// name once it is verified and on disk; after an error before that, nothing of it is left.
 func backup(ctx context.Context, path, target string) error {
 	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
 	if err != nil {
-		return errors.Unwrap(err) // without the name of the temporary file
+		return errors.Unwrap(err) // without the temporary name: the caller adds target
 	}
 	defer os.Remove(temp.Name())
 	defer os.Remove(temp.Name() + "-journal") // SQLite leaves one if the disk is full
@@ -493,7 +491,7 @@ func openPool(file, mode string, size int, pragmas ...string) *sql.DB {
 	return db
 }
 
-// dbError wraps err in errUnavailable if it is an SQLite error that may pass and has left nothing behind.
+// dbError wraps err in errUnavailable if it is an SQLite error that may be temporary and after which nothing is stored.
 func dbError(err error) error {
 	switch sqliteCode(err) {
 	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY:
