@@ -247,6 +247,7 @@ func split(body []byte) (parts [][]byte, err error) {
 		return nil, newError(http.StatusBadRequest, "the body must be one JSON object")
 	}
 	members := body[1 : len(body)-1]
+	parts = make([][]byte, 0, 6) // enough for the three members that there are
 	start, depth := 0, 0
 	for i := 0; i < len(members); i++ {
 		switch members[i] {
