@@ -1099,6 +1099,29 @@ func TestStop(t *testing.T) {
 	}
 }
 
+// TestStopLetsClientsClose sends a request on an idle connection after a stop has begun.
+func TestStopLetsClientsClose(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newService(t)
+		ln, stop := s.serveInMemory()
+		const get = "GET /v1/pets HTTP/1.1\r\n" + withKey + "\r\n"
+		conn := ln.send(get)
+		s.received(conn, "GET")
+		answered := make(chan struct{})
+		go func() {
+			defer close(answered)
+			time.Sleep(200 * time.Millisecond)
+			go io.WriteString(conn, get)
+			if a, resp := s.received(conn, "GET"); a.status != http.StatusOK || !resp.Close {
+				t.Errorf("got %d, Connection: close %v", a.status, resp.Close)
+			}
+		}()
+		stop()
+		<-answered
+	})
+}
+
 // TestLimits tests the limits of the server, with a fake clock.
 func TestLimits(t *testing.T) {
 	t.Parallel()
@@ -1408,6 +1431,9 @@ func TestConnections(t *testing.T) {
 	if stats := s.store.readers.Stats(); stats.OpenConnections < stats.MaxOpenConnections {
 		t.Errorf("%d connections for reading are open, want %d", stats.OpenConnections, stats.MaxOpenConnections)
 	}
+	if stats := s.store.writer.Stats(); stats.MaxOpenConnections != 1 {
+		t.Errorf("%d connections can write, want 1", stats.MaxOpenConnections)
+	}
 	if _, err := s.store.readers.Exec("DELETE FROM pets"); err == nil {
 		t.Error("readers can write")
 	}
@@ -1709,7 +1735,9 @@ type process struct {
 // command returns a command that runs the program on a free port through a line of shell that ends in execSelf.
 func command(t testing.TB, shell string, args ...string) *exec.Cmd {
 	args = append([]string{"-c", shell, os.Args[0], "-addr", "127.0.0.1:0", "-db", filepath.Join(t.TempDir(), "animals.db")}, args...)
-	cmd := exec.Command("sh", args...)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	t.Cleanup(cancel)
+	cmd := exec.CommandContext(ctx, "sh", args...)
 	cmd.Env = append(os.Environ(), "ANIMALSTORE_PROCESS=1", "API_KEYS="+testKey)
 	if _, err := cmd.StdinPipe(); err != nil { // see TestMain
 		t.Fatal(err)
@@ -2215,19 +2243,31 @@ func TestLoadKeys(t *testing.T) {
 	}
 }
 
-// TestTooFewFileDescriptors starts the program with a low limit on open files.
-func TestTooFewFileDescriptors(t *testing.T) {
+// TestRefusedStarts starts the program with a low limit on open files, and without a key on a socket that others can reach.
+func TestRefusedStarts(t *testing.T) {
 	t.Parallel()
-	cmd := command(t, "ulimit -n 16; "+execSelf)
-	out, _ := cmd.CombinedOutput()
-	if status := cmd.ProcessState.ExitCode(); status != 1 || !strings.Contains(string(out), "open enough files (ulimit -n)") {
-		t.Errorf("status %d: %s", status, out)
+	ln, err := net.Listen("unix", filepath.Join(t.TempDir(), "socket"))
+	must(t, err)
+	defer ln.Close()
+	socket, err := ln.(*net.UnixListener).File()
+	must(t, err)
+	defer socket.Close()
+	for shell, words := range map[string]string{
+		"ulimit -n 16; ": "open enough files (ulimit -n)",
+		"unset API_KEYS; LISTEN_FDS=1 LISTEN_PID=$$ ": "set API_KEYS or -keys",
+	} {
+		cmd := command(t, shell+execSelf)
+		cmd.ExtraFiles = []*os.File{socket}
+		out, _ := cmd.CombinedOutput()
+		if status := cmd.ProcessState.ExitCode(); status != 1 || !strings.Contains(string(out), words) {
+			t.Errorf("%s: status %d: %s", shell, status, out)
+		}
 	}
 }
 
 func TestHelp(t *testing.T) {
 	t.Parallel()
-	for flag, want := range map[string]string{"-h": `-addr HOST:PORT[^-]* \(default "127\.0\.0\.1:8080"\)\n  -backup FILE`, "-version": `^animalstore \S+ go1\.\d+\S*\n$`} {
+	for flag, want := range map[string]string{"-h": `-addr HOST:PORT[^-]* \(default "127\.0\.0\.1:8080"\)\n  -backup FILE(?s:.*)-db FILE[^-]*\(default "animalstore\.db"\)`, "-version": `^animalstore \S+ go1\.\d+\S*\n$`} {
 		var stdout, stderr strings.Builder
 		if status := run(t.Context(), []string{flag}, lookup(nil), &stdout, &stderr); status != 0 || stderr.Len() > 0 ||
 			!regexp.MustCompile(want).MatchString(stdout.String()) {
