@@ -2293,7 +2293,9 @@ func TestCallersOfTheDeprecatedOperation(t *testing.T) {
 	s.do("GET", "/v1/pets/%20key=deadbeef", "", "Authorization:")
 	s.do("GET", "/v1/pets/1%22%0Akey=deadbeef", "", "Authorization:")
 	s.do("GET", "/x%20id=AAAAAAAAAAAAAAAAAAAAAAAAAA%20method=GET%20path=/v1/pets/1", "")
-	s.do("GET", "/v1/pets", "")
+	for _, target := range []string{"/v1/pets", "/v1/pets/", "/v1/pets/1/2"} {
+		s.do("GET", target, "")
+	}
 	s.do("PUT", "/v1/pets/1", "")
 	cmd := exec.Command("sh", "-c", string(pipeline[1]))
 	cmd.Stdin = &log
