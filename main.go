@@ -229,9 +229,13 @@ func checkNew(path string) error {
 	if _, err := os.Stat(filepath.Dir(path)); err != nil {
 		return fmt.Errorf("its folder does not exist; create it, or name another: %w", err)
 	}
-	if info, err := os.Stat(path + "-wal"); err == nil && info.Size() > 0 {
-		return fmt.Errorf("there is no database, but \"%s-wal\" is the write-ahead log of one and may hold animals; "+
-			"put that database back, or, to begin a new one, delete the log", path)
+	beside, _ := os.ReadDir(filepath.Dir(path))
+	for _, file := range beside { // the log, or one that store.close has renamed
+		info, err := file.Info()
+		if strings.HasPrefix(file.Name(), filepath.Base(path)+"-wal") && err == nil && info.Size() > 0 {
+			return fmt.Errorf("there is no database, but %q, in its folder, is the write-ahead log of one and may hold animals; "+
+				"put that database back, or, to begin a new one, delete the log", file.Name())
+		}
 	}
 	return nil
 }

@@ -2105,6 +2105,7 @@ func TestSettings(t *testing.T) {
 	must(t, os.Symlink(none, dangling))
 	moved, emptied := strings.TrimSuffix(file("moved-wal", "some log"), "-wal"), file("emptied", "")
 	file("emptied-wal", "some log")
+	kept := strings.TrimSuffix(file("kept[-wal.20261120T000000", "some log"), "-wal.20261120T000000")
 	link := filepath.Join(dir, "link")
 	must(t, os.Symlink(emptied, link))
 	for _, c := range []struct {
@@ -2141,9 +2142,10 @@ func TestSettings(t *testing.T) {
 		{"-db /proc/animals.db", "k", 1, "check that the service may write this file"},
 		{"-db " + none + "/a~b", "k", 1, "/a\\nb"},
 		{"-db ~/a\x00b", "k", 1, "invalid argument"},
-		{"-db " + moved, "k", 1, `moved-wal" is the write-ahead log of one`},
-		{"-db " + emptied, "k", 1, `emptied-wal" is the write-ahead log of one`},
-		{"-db " + link, "k", 1, `emptied-wal" is the write-ahead log of one`},
+		{"-db " + moved, "k", 1, `"moved-wal", in its folder, is the write-ahead log of one`},
+		{"-db " + emptied, "k", 1, `"emptied-wal", in its folder, is the write-ahead log of one`},
+		{"-db " + link, "k", 1, `"emptied-wal", in its folder, is the write-ahead log of one`},
+		{"-db " + kept, "k", 1, `"kept[-wal.20261120T000000", in its folder, is the write-ahead log of one`},
 		{"-db " + dangling, "k", 1, "a symbolic link to a missing file"},
 		{"-db " + database("dump", schema+"PRAGMA application_id = 0"), "k", 1, "its application_id is not 1348826227"},
 		{"-db " + file("text", "some text"), "k", 1, "not a database of this service"},
