@@ -3,7 +3,6 @@ package main
 import (
 	"crypto/sha256"
 	"crypto/subtle"
-	"encoding/hex"
 	"fmt"
 	"net/http"
 	"os"
@@ -17,13 +16,10 @@ type caller [sha256.Size]byte
 // callerOf returns the caller that has the API key.
 func callerOf(apiKey string) caller { return sha256.Sum256([]byte(apiKey)) }
 
-// String returns the fingerprint of the caller for the log: the first 8 hex digits.
-func (c caller) String() string { return hex.EncodeToString(c[:4]) }
-
 // keys lists the callers whose API keys are valid.
 type keys []caller
 
-// newKeys returns the keys in items, trimmed of white space. It skips blank items, but one must contain a key. A key is
+// newKeys returns the keys in items, trimmed of white space. It skips blank items, but at least one must hold a key. A key is
 // visible ASCII (a superset of RFC 6750's tokens). Errors name source and the number of the item, but never quote a key.
 func newKeys(source, unit string, items []string) (k keys, err error) {
 	for i, item := range items {
@@ -36,7 +32,7 @@ func newKeys(source, unit string, items []string) (k keys, err error) {
 		}
 	}
 	if len(k) == 0 {
-		return nil, fmt.Errorf("%s contains no API key; add one, or unset it", source)
+		return nil, fmt.Errorf("%s contains no API key; add one, or leave it out", source)
 	}
 	return k, nil
 }

@@ -43,7 +43,7 @@ func main() {
 }
 
 // run does what the command line says, until ctx is cancelled. It reports an error in one line on stderr, and returns the
-// exit status: 0, 2 if the command line is wrong, or 1 after any other error.
+// exit status: 0 if there is no error, 2 if the command line is wrong, and 1 after any other error.
 func run(ctx context.Context, args []string, lookupEnv func(string) (string, bool), stdout, stderr io.Writer) int {
 	lines := newLogWriter(stderr)
 	defer lines.close()
@@ -75,8 +75,7 @@ type config struct {
 	version                                     bool
 }
 
-// parseFlags parses the command line and makes the paths of databases absolute. For -h it prints the help to stdout and
-// returns flag.ErrHelp.
+// parseFlags parses the command line and makes paths absolute. For -h it prints the help and returns flag.ErrHelp.
 func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 	flags := flag.NewFlagSet("animalstore", flag.ContinueOnError)
 	flags.SetOutput(io.Discard)
@@ -198,7 +197,7 @@ func checkFile(path string) (isNew bool, err error) {
 	if errors.Is(err, os.ErrNotExist) || err == nil && info.Mode().IsRegular() && info.Size() == 0 {
 		return true, checkNew(path)
 	}
-	f, err := os.OpenFile(path, os.O_RDWR, 0) // for writing too: SQLite would silently open it read-only
+	f, err := os.OpenFile(path, os.O_RDWR, 0) // also for writing: otherwise SQLite would silently open it read-only
 	if err != nil {
 		return false, err
 	}
@@ -224,7 +223,7 @@ func checkNew(path string) error {
 	if resolved, err := filepath.EvalSymlinks(path); err == nil {
 		path = resolved // SQLite puts the log beside that file
 	} else if _, err := os.Lstat(path); err == nil {
-		return errors.New("it is a symbolic link to a missing file; to begin a new database, create that file, empty")
+		return errors.New("it is a symbolic link to a missing file; to begin a new database, create an empty file there")
 	}
 	if _, err := os.Stat(filepath.Dir(path)); err != nil {
 		return fmt.Errorf("its folder does not exist; create it, or name another: %w", err)
@@ -240,7 +239,7 @@ func checkNew(path string) error {
 	return nil
 }
 
-// explain adds to an error of the database its path, and what the operator can do about it.
+// explain adds to err, an error of the database, its path and advice for the operator.
 func (c config) explain(err error) error {
 	advice := ""
 	switch code := sqliteCode(err); {
@@ -266,7 +265,7 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 	if count != "1" {
 		return nil, fmt.Errorf("LISTEN_FDS is %q: only one socket can be served", count)
 	}
-	f := os.NewFile(3, "the socket from systemd")
+	f := os.NewFile(3, "the socket from systemd") // 3 is the first file descriptor that systemd passes
 	defer f.Close()
 	return net.FileListener(f)
 }
@@ -275,8 +274,7 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 // writing. Lines that cannot be queued or written are dropped and counted, and the count is logged later.
 type logWriter struct {
 	w       io.Writer
-	torn    bool        // whether the last line in w has no line break
-	lines   chan []byte // nil ends run
+	lines   chan []byte // nil ends the goroutine
 	dropped atomic.Int64
 	done    chan struct{}
 }
@@ -315,23 +313,17 @@ func (l *logWriter) run() {
 // flush writes the number of dropped lines, if there are any, and then lines. It counts those that it cannot write.
 func (l *logWriter) flush(lines []byte) {
 	var head bytes.Buffer
-	if l.torn {
-		head.WriteString("\n")
-	}
 	dropped := l.dropped.Load()
 	if dropped > 0 {
+		head.WriteString("\n") // the last line may be incomplete
 		slog.New(slog.NewTextHandler(&head, nil)).Warn("log lines were dropped: they could not be written", "lines", dropped)
 	}
-	text := append(head.Bytes(), lines...)
-	n, _ := l.w.Write(text)
+	n, _ := l.w.Write(append(head.Bytes(), lines...))
 	if n >= head.Len() {
 		l.dropped.Add(-dropped)
 	}
-	unwritten := text[max(n, head.Len()):]
+	unwritten := lines[max(n-head.Len(), 0):]
 	l.dropped.Add(int64(bytes.Count(unwritten, []byte("\n"))))
-	if n > 0 {
-		l.torn = text[n-1] != '\n'
-	}
 }
 
 // close waits until the queued lines are written, but no longer than a second.

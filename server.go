@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -70,6 +71,19 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // handler answers a request, or returns an error for finish to answer with.
 type handler func(c *call, r *http.Request) error
 
+// call is one request being served: the ResponseWriter of its response, and what the log will say about it.
+type call struct {
+	http.ResponseWriter
+	server *server
+	start  time.Time
+	id     string // X-Request-Id
+	unread bool   // whether there is a body that has not been read to its end
+	caller caller // nobody until the key is accepted
+	status int    // of the response, 0 until it is sent
+	body   []byte // of the response
+	err    error  // that the response reports, or nil
+}
+
 // Headers of every response, and of every response of the deprecated operation.
 var (
 	commonHeader = http.Header{
@@ -84,7 +98,7 @@ var (
 	}
 )
 
-// answer has h answer a request.
+// answer answers a request with h, and logs it.
 func (s *server) answer(w http.ResponseWriter, r *http.Request, h handler) {
 	c := &call{ResponseWriter: w, server: s, start: time.Now(), id: rand.Text(), unread: r.ContentLength != 0}
 	maps.Copy(w.Header(), commonHeader)
@@ -104,8 +118,8 @@ func (c *call) finish(r *http.Request) {
 	r.Header = nil // frees memory: a parsed header can be much larger than the raw one, and net/http may keep r for seconds
 	c.log(r)
 	if c.unread {
-		// The client may still be sending the body. If it does not want to keep the connection, net/http would close that
-		// with unread data, which resets it: the client could lose the response.
+		// The client may still be sending the body. net/http would close the connection with unread data, unless the client
+		// wants to keep it. That would reset the connection, and the client could lose the response.
 		http.NewResponseController(c.ResponseWriter).Flush()
 		io.CopyN(io.Discard, r.Body, maxUnread)
 	}
@@ -174,19 +188,6 @@ func (s *server) cached(next handler) handler {
 	}
 }
 
-// call is one request being served: the ResponseWriter of its response, and what the log will say about it.
-type call struct {
-	http.ResponseWriter
-	server *server
-	start  time.Time
-	id     string // X-Request-Id
-	unread bool   // whether there is a body that has not been read to its end
-	caller caller // nobody until the key is accepted
-	status int    // of the response, 0 until it is sent
-	body   []byte // of the response
-	err    error  // that the response reports, or nil
-}
-
 // send sends the response. Its body is JSON, and must not be modified afterwards: it may be in the cache.
 func (c *call) send(status int, body []byte) {
 	c.status, c.body = status, body
@@ -245,7 +246,7 @@ func (c *call) log(r *http.Request) {
 		line.AddAttrs(slog.Any("error", c.err))
 	}
 	if c.caller != (caller{}) {
-		line.AddAttrs(slog.String("key", c.caller.String())) // last, where README.md looks for it
+		line.AddAttrs(slog.String("key", hex.EncodeToString(c.caller[:4]))) // last, where README.md looks for it
 	}
 	c.server.log.Handler().Handle(context.Background(), line)
 }
@@ -282,7 +283,7 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 func (s *server) drain(srv *http.Server, ln net.Listener) error {
 	deadline := time.Now().Add(10 * time.Second) // for requests with a valid key
 	ln.Close()
-	time.Sleep(250 * time.Millisecond) // for clients to close idle connections
+	time.Sleep(250 * time.Millisecond) // for requests that are on their way
 	for s.inProgress.Load() > 0 && time.Now().Before(deadline) {
 		time.Sleep(5 * time.Millisecond)
 	}

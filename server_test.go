@@ -536,9 +536,9 @@ func TestListPetsRefusesInvalidQueries(t *testing.T) {
 		"limit=101":                 "limit must be",
 		"limit=05":                  "limit must be",
 		"limit":                     "limit must be",
-		"limit=5&limit=5":           "limit must be given once",
+		"limit=5&limit=5":           `\"limit\" must be given once`,
 		"status=":                   "status must be",
-		"status=sold&status":        "status must be given once",
+		"status=sold&status":        `\"status\" must be given once`,
 		"status=Sold":               "status must be available, pending or sold",
 		"after=-1":                  "after must be",
 		"after=9223372036854775808": "after must be",
@@ -827,15 +827,15 @@ func TestLog(t *testing.T) {
 		}
 	}
 	if got := line(s.do("HEAD", "/v1/pets?after=5", "")); !strings.Contains(got, " bytes=0 ") {
-		t.Error(got)
+		t.Errorf("the line of a HEAD request is %s", got)
 	}
 	if got := line(s.do("GET", "/v1/pets/x%0Ay", "", "Authorization: Bearer guess")); strings.Contains(got, "guess") ||
 		strings.Contains(got, "key=") || !strings.Contains(got, `path="/v1/pets/x\ny" status=401`) {
-		t.Error(got)
+		t.Errorf("the line of a refused request is %s", got)
 	}
 	long := strings.Repeat("x", 1024)
 	if got := line(s.do(long+"x", "/"+long, "")); !strings.Contains(got, " method="+long+" path=/"+long[1:]+" status=404 ") {
-		t.Error(got)
+		t.Errorf("the line of a request with a long method and path is %s", got)
 	}
 	s.sql("ALTER TABLE pets RENAME TO hidden")
 	s.mux.HandleFunc("GET /panic", func(w http.ResponseWriter, r *http.Request) {
@@ -1301,7 +1301,7 @@ func TestDatabaseThatCannotBeWritten(t *testing.T) {
 	s.want(s.do("GET", "/v1/pets?limit=2", ""), http.StatusOK, "xxx")
 	_, err := s.store.prepared[beginSQL].Exec()
 	if text := (config{}).explain(err).Error(); !strings.Contains(text, "another program has it open") {
-		t.Error(text)
+		t.Errorf("the error of a locked database is %s", text)
 	}
 	unlock()
 	s.add("Rex", 7, "sold")

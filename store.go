@@ -32,9 +32,8 @@ const (
 
 var errNewer = errors.New("a newer version of this service has written it; run that version")
 
-// schema creates the tables of a new database. It does nothing if another process has just created them. The CHECK
-// constraints apply the rules of the API to manual edits too; white space is as in unicode.IsSpace. SQLite checks three
-// statuses joined by OR much faster than a list of three.
+// schema creates the tables of a new database, unless another process has just done so. The CHECK constraints apply the
+// rules of the API to manual edits too; white space is as in unicode.IsSpace. (SQLite checks three ORs faster than an IN.)
 var schema = fmt.Sprintf(`
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS pets (
@@ -184,28 +183,23 @@ func (s *store) open() error {
 	if mode != "wal" {
 		return fmt.Errorf("its file system does not support a write-ahead log (journal mode %s)", mode)
 	}
-	if err := s.prepare(s.readers, listSQL, listByStatusSQL, getSQL); err != nil {
-		return err
-	}
-	if err := s.prepare(s.writer, beginSQL, commitSQL, insertPetSQL, findKeySQL, insertKeySQL, purgeSQL); err != nil {
-		return err
-	}
-	if err := s.prepare(s.watcher); err != nil {
-		return err
-	}
-	resolved, err := filepath.EvalSymlinks(s.path) // SQLite puts the log beside that file
+	err := cmp.Or(
+		s.prepare(s.readers, listSQL, listByStatusSQL, getSQL),
+		s.prepare(s.writer, beginSQL, commitSQL, insertPetSQL, findKeySQL, insertKeySQL, purgeSQL),
+		s.prepare(s.watcher))
 	if err != nil {
 		return err
 	}
+	resolved, _ := filepath.EvalSymlinks(s.path) // SQLite puts the log beside that file
 	s.walPath = resolved + "-wal"
-	s.file, err = os.Stat(resolved)
+	s.file, err = os.Stat(s.path)
 	if err == nil {
 		s.wal, err = os.Stat(s.walPath)
 	}
 	return err
 }
 
-// prepare prepares queries on db, and opens all its connections while there are file descriptors.
+// prepare prepares queries on db, and opens all its connections, so that a lack of file descriptors shows at the start.
 func (s *store) prepare(db *sql.DB, queries ...string) error {
 	for _, query := range queries {
 		statement, err := db.Prepare(query)
@@ -219,8 +213,8 @@ func (s *store) prepare(db *sql.DB, queries ...string) error {
 		if err != nil {
 			return err
 		}
-		defer conn.Close() // returns it to the pool, but not before all are open
-		if _, err := conn.ExecContext(context.Background(), "SELECT 1 FROM pets LIMIT 1"); err != nil {
+		defer conn.Close()                                                                              // returns it to the pool, but not before all are open
+		if _, err := conn.ExecContext(context.Background(), "SELECT 1 FROM pets LIMIT 1"); err != nil { // opens the files
 			return err
 		}
 	}
@@ -234,19 +228,17 @@ func (s *store) prepare(db *sql.DB, queries ...string) error {
 func (s *store) close() error {
 	s.writing.Lock() // and never unlocks it
 	s.watcher.Close()
-	s.readers.Close() // before the writer: the last connection removes the log, if it may write
-	if s.wal == nil || s.inPlace() == nil || !isFile(s.walPath, s.wal) {
+	s.readers.Close()                                                    // before the writer: the last connection removes the log, if it may write
+	if s.wal == nil || s.inPlace() == nil || !isFile(s.walPath, s.wal) { // the last: the log is not that of this database
 		return s.writer.Close()
 	}
 	var busy, frames, copied int
 	err := s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
 	s.writer.Close()
-	if err == nil && busy != 0 {
-		err = errors.New("another program is using it")
-	}
-	if err == nil {
+	if err == nil && busy == 0 {
 		return nil
 	}
+	err = cmp.Or(err, errors.New("another program is using it"))
 	kept := s.walPath + time.Now().Format(".20060102T150405")
 	if err := os.Rename(s.walPath, kept); err != nil {
 		return err
@@ -277,10 +269,8 @@ func (s *store) list(p page) (pets []pet, more bool, err error) {
 		}
 		pets = append(pets, row)
 	}
-	if len(pets) > p.limit {
-		pets, more = pets[:p.limit], true
-	}
-	return pets, more, dbError(rows.Err())
+	more = len(pets) > p.limit
+	return pets[:min(len(pets), p.limit)], more, dbError(rows.Err())
 }
 
 // get returns the animal with the given id, or errNotFound.
@@ -295,14 +285,14 @@ func (s *store) get(id int64) (pet, error) {
 
 // create stores p and returns it, with its id, once it is safely on disk. If the caller has used the idempotency key within
 // keyLifetime, it stores nothing: it returns the first result with replayed true, or errKeyReused if p differs. A key of ""
-// is none. After errUnavailable nothing is stored; after any other error p may or may not be. It takes no context: a client
+// is none. After errUnavailable nothing is stored; after any other error p may or may not be stored. It takes no context: a client
 // that disconnects must not leave that in doubt.
 func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, err error) {
 	c := &creation{newPet: p, caller: who, key: key}
 	s.joining.Lock()
 	first := s.gathering == nil
 	if first {
-		s.gathering = &batch{done: make(chan struct{}), err: errors.New("the write ended in a panic")} // unless write replaces err
+		s.gathering = &batch{done: make(chan struct{}), err: errors.New("the write ended in a panic")} // write replaces err
 	}
 	b := s.gathering
 	if len(b.creations) == maxBatch {
@@ -344,8 +334,8 @@ func (s *store) write(b *batch) {
 	b.err = dbError(err)
 }
 
-// begin begins a transaction for the current batch, which creations can join until then: those that come while the database
-// is locked are stored, or refused, with the rest. It returns errUnavailable if that fails or the database was moved.
+// begin begins a transaction for the current batch. Creations can join the batch until the database is locked for it, or
+// the lock is refused. The error is errUnavailable: another program has the lock, or the database was moved.
 func (s *store) begin() error {
 	defer func() {
 		s.joining.Lock()
@@ -361,18 +351,15 @@ func (s *store) begin() error {
 // insert stores c in the open transaction, or finds the first response to its key. It returns an error that concerns the
 // whole batch; one that concerns c alone is left in c.err.
 func (s *store) insert(c *creation, now time.Time) error {
-	expired := now.Add(-keyLifetime).Unix()
+	oldest := now.Add(-keyLifetime).Unix() // of the keys that have not expired
 	if c.key != "" {
-		err := s.prepared[findKeySQL].QueryRow(c.caller[:], c.key, expired).Scan(c.stored.columns()...)
-		if err == nil {
-			c.replayed = true
-			if c.stored.newPet != c.newPet {
-				c.err = errKeyReused
-			}
-			return nil
+		err := s.prepared[findKeySQL].QueryRow(c.caller[:], c.key, oldest).Scan(c.stored.columns()...)
+		c.replayed = err == nil
+		if c.replayed && c.stored.newPet != c.newPet {
+			c.err = errKeyReused
 		}
 		if !errors.Is(err, sql.ErrNoRows) {
-			return err
+			return err // nil if the key was found
 		}
 	}
 	result, err := s.prepared[insertPetSQL].Exec(c.Name, c.CategoryID, c.Status)
@@ -395,7 +382,7 @@ func (s *store) insert(c *creation, now time.Time) error {
 	if _, err := s.prepared[insertKeySQL].Exec(c.caller[:], c.key, now.Unix(), id, c.Name, c.CategoryID, c.Status); err != nil {
 		return err
 	}
-	_, err = s.prepared[purgeSQL].Exec(expired, 2) // two expired keys for each new one
+	_, err = s.prepared[purgeSQL].Exec(oldest, 2) // two expired keys for each new one
 	return err
 }
 
