@@ -233,7 +233,7 @@ func checkNew(path string) error {
 		info, err := file.Info()
 		if strings.HasPrefix(file.Name(), filepath.Base(path)+"-wal") && err == nil && info.Size() > 0 {
 			return fmt.Errorf("there is no database, but %q, in its folder, is the write-ahead log of one and may hold animals; "+
-				"put that database back, or, to begin a new one, delete the log", file.Name())
+				"put that database back, and name the log \"%s-wal\", or, to begin a new one, delete the log", file.Name(), filepath.Base(path))
 		}
 	}
 	return nil
