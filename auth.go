@@ -20,7 +20,7 @@ func callerOf(apiKey string) caller { return sha256.Sum256([]byte(apiKey)) }
 type keys []caller
 
 // newKeys returns the keys in items, trimmed of white space. It skips blank items, but at least one must hold a key. A key is
-// visible ASCII (a superset of RFC 6750's tokens). Errors name source and the number of the item, but never quote a key.
+// visible ASCII (a superset of RFC 6750's tokens). Errors name source and the number of a bad item, but never quote a key.
 func newKeys(source, unit string, items []string) (k keys, err error) {
 	for i, item := range items {
 		item = strings.TrimSpace(item)
@@ -32,7 +32,7 @@ func newKeys(source, unit string, items []string) (k keys, err error) {
 		}
 	}
 	if len(k) == 0 {
-		return nil, fmt.Errorf("%s contains no API key; add one, or leave it out", source)
+		return nil, fmt.Errorf("%s contains no API key; add one, or leave this setting out", source)
 	}
 	return k, nil
 }

@@ -143,11 +143,11 @@ func parsePage(rawQuery string) (url.Values, page, error) {
 			f.check(slices.Contains(petStatuses, value), statusRule)
 		case "after":
 			p.after = n
-			f.check(isInt && n >= 0, "after must be an integer from 0 to 9223372036854775807, the last id of the previous page")
+			f.check(isInt && n >= 0, "after must be the last id of the previous page, an integer from 0 to 9223372036854775807")
 		default:
 			f.check(false, "unknown parameter %.64q", name)
 		}
-		f.check(len(query[name]) == 1, "%.64q must be given once", name)
+		f.check(len(query[name]) == 1, "%.64q must not be repeated", name)
 	}
 	return query, p, f.err()
 }
@@ -175,7 +175,7 @@ func idempotencyKey(values []string) (string, error) {
 	}
 	key := values[0]
 	if len(values) > 1 || key == "" || len(key) > maxIdempotencyKey || !isVisibleASCII(key) {
-		return "", newError(http.StatusBadRequest, "Idempotency-Key must be given once, as 1 to %d visible ASCII characters", maxIdempotencyKey)
+		return "", newError(http.StatusBadRequest, "Idempotency-Key must be one value of 1 to %d visible ASCII characters", maxIdempotencyKey)
 	}
 	return key, nil
 }
@@ -196,7 +196,7 @@ func readBody(c *call, r *http.Request) ([]byte, error) {
 	return body, nil
 }
 
-// parseNewPet parses body as a NewPet. Its error names every fault. json.Unmarshal alone would accept repeated members,
+// parseNewPet parses body as a NewPet. Its error lists the faults. json.Unmarshal alone would accept repeated members,
 // null, and names in another case, and would replace invalid Unicode.
 func parseNewPet(body []byte) (newPet, error) {
 	p := newPet{Status: "available"}
@@ -208,7 +208,7 @@ func parseNewPet(body []byte) (newPet, error) {
 	seen := map[string]bool{}
 	for i := 0; i+1 < len(parts); i += 2 {
 		name, value := unquote(parts[i]), parts[i+1]
-		f.check(!seen[name], "%.64q must be given once", name)
+		f.check(!seen[name], "%.64q must not be repeated", name)
 		seen[name] = true
 		var ok bool
 		switch name {

@@ -75,7 +75,7 @@ type config struct {
 	version                                     bool
 }
 
-// parseFlags parses the command line and makes paths absolute. For -h it prints the help and returns flag.ErrHelp.
+// parseFlags parses args and makes the paths of databases absolute. For -h it prints the help and returns flag.ErrHelp.
 func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 	flags := flag.NewFlagSet("animalstore", flag.ContinueOnError)
 	flags.SetOutput(io.Discard)
@@ -208,7 +208,7 @@ func checkFile(path string) (isNew bool, err error) {
 	case err != nil && err != io.EOF:
 		return false, err
 	case string(header[:16]) != "SQLite format 3\x00":
-		return false, errors.New("not a database of this service, nor another SQLite database; name another file")
+		return false, errors.New("not a database of this service: it is not an SQLite database; name another file")
 	case binary.BigEndian.Uint32(header[68:]) != applicationID:
 		return false, fmt.Errorf("not a database of this service: its application_id is not %[1]d; name another file, or, "+
 			"if this one was made from a dump of such a database, run: sqlite3 FILE 'PRAGMA application_id = %[1]d'", applicationID)
@@ -233,13 +233,13 @@ func checkNew(path string) error {
 		info, err := file.Info()
 		if strings.HasPrefix(file.Name(), filepath.Base(path)+"-wal") && err == nil && info.Size() > 0 {
 			return fmt.Errorf("there is no database, but %q, in its folder, is the write-ahead log of one and may hold animals; "+
-				"put that database back, and name the log \"%s-wal\", or, to begin a new one, delete the log", file.Name(), filepath.Base(path))
+				"put that database back and name the log \"%s-wal\", or delete the log to begin a new database", file.Name(), filepath.Base(path))
 		}
 	}
 	return nil
 }
 
-// explain adds to err, an error of the database, its path and advice for the operator.
+// explain adds the path of the database, and advice for the operator, to an error of the database.
 func (c config) explain(err error) error {
 	advice := ""
 	switch code := sqliteCode(err); {

@@ -84,7 +84,7 @@ type call struct {
 	err    error  // that the response reports, or nil
 }
 
-// Headers of every response, and of every response of the deprecated operation.
+// Headers of every response, and those that every response of the deprecated operation adds.
 var (
 	commonHeader = http.Header{
 		"Cache-Control":          {"no-store"},
@@ -118,8 +118,8 @@ func (c *call) finish(r *http.Request) {
 	r.Header = nil // frees memory: a parsed header can be much larger than the raw one, and net/http may keep r for seconds
 	c.log(r)
 	if c.unread {
-		// The client may still be sending the body. net/http would close the connection with unread data, unless the client
-		// wants to keep it. That would reset the connection, and the client could lose the response.
+		// The client may still be sending the body. If the client asked to close the connection, net/http would do
+		// that with data unread, which resets the connection: the client could lose the response.
 		http.NewResponseController(c.ResponseWriter).Flush()
 		io.CopyN(io.Discard, r.Body, maxUnread)
 	}

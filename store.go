@@ -224,12 +224,12 @@ func (s *store) prepare(db *sql.DB, queries ...string) error {
 // close waits for a transaction in progress and closes the database. The store must not be used afterwards.
 //
 // SQLite does not remove the log of a database that was moved or replaced, and would apply it to the next database at this
-// path. close therefore empties the log. If another program prevents that, it renames the log and returns an error.
+// path. close therefore empties the log. If another program prevents that, close renames it and returns an error.
 func (s *store) close() error {
 	s.writing.Lock() // and never unlocks it
 	s.watcher.Close()
 	s.readers.Close()                                                    // before the writer: the last connection removes the log, if it may write
-	if s.wal == nil || s.inPlace() == nil || !isFile(s.walPath, s.wal) { // the last: the log is not that of this database
+	if s.wal == nil || s.inPlace() == nil || !isFile(s.walPath, s.wal) { // or the log is not that of this database
 		return s.writer.Close()
 	}
 	var busy, frames, copied int
@@ -335,7 +335,7 @@ func (s *store) write(b *batch) {
 }
 
 // begin begins a transaction for the current batch. Creations can join the batch until the database is locked for it, or
-// the lock is refused. The error is errUnavailable: another program has the lock, or the database was moved.
+// the lock is refused. Any error is errUnavailable: another program has the lock, for example, or the database was moved.
 func (s *store) begin() error {
 	defer func() {
 		s.joining.Lock()
