@@ -225,15 +225,18 @@ func checkNew(path string) error {
 	} else if _, err := os.Lstat(path); err == nil {
 		return errors.New("it is a symbolic link to a missing file; to begin a new database, create an empty file there")
 	}
-	if _, err := os.Stat(filepath.Dir(path)); err != nil {
-		return fmt.Errorf("its folder does not exist; create it, or name another: %w", err)
+	files, err := os.ReadDir(filepath.Dir(path))
+	if err != nil {
+		return fmt.Errorf("its folder does not exist, or cannot be read; create it, or name another: %w", err)
 	}
-	beside, _ := os.ReadDir(filepath.Dir(path))
-	for _, file := range beside { // the log, or one that store.close has renamed
-		info, err := file.Info()
-		if strings.HasPrefix(file.Name(), filepath.Base(path)+"-wal") && err == nil && info.Size() > 0 {
+	log := filepath.Base(path) + "-wal" // store.close may have given it a longer name
+	for _, file := range files {
+		if file.Name() != log && !strings.HasPrefix(file.Name(), log+".") {
+			continue
+		}
+		if info, err := file.Info(); err == nil && info.Size() > 0 {
 			return fmt.Errorf("there is no database, but %q, in its folder, is the write-ahead log of one and may hold animals; "+
-				"put that database back and name the log \"%s-wal\", or delete the log to begin a new database", file.Name(), filepath.Base(path))
+				"put that database back and name the log %q, or delete the log to begin a new database", file.Name(), log)
 		}
 	}
 	return nil

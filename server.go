@@ -128,13 +128,13 @@ func (c *call) finish(r *http.Request) {
 // requireKey passes requests with a valid API key to next, and answers all others with 401, before any other check.
 func (s *server) requireKey(next handler) handler {
 	return func(c *call, r *http.Request) error {
-		caller, challenge := s.keys.authenticate(r.Header)
+		who, challenge := s.keys.authenticate(r.Header)
 		if challenge != "" {
 			c.Header().Set("WWW-Authenticate", challenge)
 			return newError(http.StatusUnauthorized, "a valid API key is required, in one header Authorization: Bearer API_KEY; "+
 				"GET /openapi.json describes this interface")
 		}
-		c.caller = caller
+		c.caller = who
 		s.inProgress.Add(1)
 		defer s.inProgress.Add(-1)
 		return next(c, r)

@@ -677,6 +677,8 @@ func TestContentType(t *testing.T) {
 	s.want(s.do("GET", "/v1/pets", "", "Accept: text/html"), http.StatusOK, "")
 	s.want(s.do("POST", "/v1/pets", `{"name":"x","categoryId":1}`, "Content-Type: application/json", "Content-Type: application/json"),
 		http.StatusUnsupportedMediaType, "application/json")
+	s.want(s.do("POST", "/v1/pets", `{"name":"x","categoryId":1}`, `Content-Type: application/json; x="a`, `Content-Type: b"`),
+		http.StatusUnsupportedMediaType, "application/json")
 }
 
 func TestGetPet(t *testing.T) {
@@ -693,8 +695,13 @@ func TestGetPet(t *testing.T) {
 		"/v1/pets/1%2F":                         http.StatusNotFound,
 		"/v1/pets/" + strings.Repeat("9", 3000): http.StatusNotFound,
 	} {
-		s.want(s.do("GET", target, ""), status, "") // do also checks Deprecation, Sunset and Link
+		a := s.do("GET", target, "")
+		s.want(a, status, "")
 		s.want(s.do("HEAD", target, ""), status, "")
+		got := []string{a.header.Get("Deprecation"), a.header.Get("Sunset"), a.header.Get("Link")}
+		if !slices.Equal(got, []string{"@1795132800", "Thu, 05 Dec 2030 00:00:00 GMT", `</v1/pets>; rel="successor-version"`}) {
+			t.Errorf("GET %s has Deprecation, Sunset and Link %q", target, got)
+		}
 	}
 }
 
@@ -1201,6 +1208,7 @@ func TestAnimalsOutliveTheProcess(t *testing.T) {
 		s.do("POST", "/v1/pets", `{"name":"Tom","categoryId":8}`, "Idempotency-Key: k")
 		s.sql("DELETE FROM pets WHERE id = 2")
 	})
+	t.Run("no write", func(t *testing.T) { openService(t, db) })
 	if files := snapshot(t, filepath.Dir(db)); strings.Count(files, "\n") != 1 {
 		t.Errorf("the files are\n%s", files)
 	}
@@ -2253,8 +2261,9 @@ func TestBackup(t *testing.T) {
 	restored.add("after", 1, "sold")
 }
 
-// TestFailedBackupLeavesNothing backs up a damaged database, and interrupts another backup.
-func TestFailedBackupLeavesNothing(t *testing.T) {
+// TestBackupsLeaveNothingElse runs two backups to one name at the same time, of which one is refused. Then it backs up a
+// damaged database, and interrupts another backup.
+func TestBackupsLeaveNothingElse(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	db := filepath.Join(dir, "animals.db")
@@ -2263,38 +2272,26 @@ func TestFailedBackupLeavesNothing(t *testing.T) {
 		for range 10 {
 			s.add("Rex", 7, "sold")
 		}
-		s.sql("PRAGMA writable_schema = ON; UPDATE sqlite_schema SET sql = replace(sql, 'BETWEEN 1', 'BETWEEN 9')")
 	})
+	for i := range 20 {
+		errs := make(chan error)
+		for range 2 {
+			go func() { errs <- backup(t.Context(), db, filepath.Join(dir, fmt.Sprint("copy-", i))) }()
+		}
+		if err := errors.Join(<-errs, <-errs); err == nil || strings.Count(err.Error(), "exists") != 1 {
+			t.Errorf("the errors are %v, want one that the file exists", err)
+		}
+	}
+	(&service{t: t, db: db}).sql("PRAGMA writable_schema = ON; UPDATE sqlite_schema SET sql = replace(sql, 'BETWEEN 1', 'BETWEEN 9')")
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	for what, ctx := range map[string]context.Context{"damaged": t.Context(), "interrupted": ctx} {
 		if backup(ctx, db, filepath.Join(dir, "copy.db")) == nil {
 			t.Errorf("the %s backup has succeeded", what)
 		}
-		if files := snapshot(t, dir); strings.Count(files, "\n") != 1 {
+		if files := snapshot(t, dir); strings.Count(files, "\n") != 21 {
 			t.Errorf("after the %s backup the files are\n%s", what, files)
 		}
-	}
-}
-
-// TestTwoBackupsToOneName runs two backups at the same time: one is refused.
-func TestTwoBackupsToOneName(t *testing.T) {
-	t.Parallel()
-	dir := t.TempDir()
-	db := filepath.Join(dir, "animals.db")
-	t.Run("fill", func(t *testing.T) { openService(t, db).add("Rex", 7, "sold") })
-	for i := range 20 {
-		target := filepath.Join(dir, fmt.Sprint("copy-", i))
-		errs := make(chan error)
-		for range 2 {
-			go func() { errs <- backup(t.Context(), db, target) }()
-		}
-		if err := errors.Join(<-errs, <-errs); err == nil || strings.Count(err.Error(), "exists") != 1 {
-			t.Errorf("the errors are %v, want one that the file exists", err)
-		}
-	}
-	if files := snapshot(t, dir); strings.Count(files, "\n") != 21 {
-		t.Errorf("the files are\n%s", files)
 	}
 }
 

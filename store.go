@@ -213,8 +213,9 @@ func (s *store) prepare(db *sql.DB, queries ...string) error {
 		if err != nil {
 			return err
 		}
-		defer conn.Close()                                                                              // returns it to the pool, but not before all are open
-		if _, err := conn.ExecContext(context.Background(), "SELECT 1 FROM pets LIMIT 1"); err != nil { // opens the files
+		defer conn.Close() // returns it to the pool, but not before all are open
+		// SQLite opens the files at the first query.
+		if _, err := conn.ExecContext(context.Background(), "SELECT 1 FROM pets LIMIT 1"); err != nil {
 			return err
 		}
 	}
@@ -228,8 +229,9 @@ func (s *store) prepare(db *sql.DB, queries ...string) error {
 func (s *store) close() error {
 	s.writing.Lock() // and never unlocks it
 	s.watcher.Close()
-	s.readers.Close()                                                    // before the writer: the last connection removes the log, if it may write
-	if s.wal == nil || s.inPlace() == nil || !isFile(s.walPath, s.wal) { // or the log is not that of this database
+	s.readers.Close() // before the writer: the last connection removes the log, if it may write
+	logIsOurs := s.wal != nil && isFile(s.walPath, s.wal)
+	if s.inPlace() == nil || !logIsOurs {
 		return s.writer.Close()
 	}
 	var busy, frames, copied int
@@ -285,8 +287,8 @@ func (s *store) get(id int64) (pet, error) {
 
 // create stores p and returns it, with its id, once it is safely on disk. If the caller has used the idempotency key within
 // keyLifetime, it stores nothing: it returns the first result with replayed true, or errKeyReused if p differs. A key of ""
-// is none. After errUnavailable nothing is stored; after any other error p may or may not be stored. It takes no context: a client
-// that disconnects must not leave that in doubt.
+// is none. After errUnavailable nothing is stored; after any other error p may or may not be stored. It takes no context:
+// a client that disconnects must not leave that in doubt.
 func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, err error) {
 	c := &creation{newPet: p, caller: who, key: key}
 	s.joining.Lock()
