@@ -3,10 +3,10 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/rand"
 	"crypto/tls"
-	"encoding/binary"
 	"errors"
 	"flag"
 	"fmt"
@@ -16,15 +16,12 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
-	"regexp"
 	"runtime/debug"
 	"strconv"
 	"strings"
 	"sync/atomic"
 	"syscall"
 	"time"
-
-	sqlite3 "modernc.org/sqlite/lib"
 )
 
 func main() {
@@ -57,7 +54,7 @@ func run(ctx context.Context, args []string, lookupEnv func(string) (string, boo
 	case c.version:
 		fmt.Fprintln(stdout, "animalstore", buildVersion())
 	case c.backup != "":
-		err = c.writeBackup(ctx)
+		err = backup(ctx, c.db, c.backup)
 	default:
 		err = c.serve(ctx, lookupEnv, slog.New(slog.NewTextHandler(lines, nil)))
 	}
@@ -145,23 +142,19 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 		scheme = "https://"
 		ln = tls.NewListener(ln, &tls.Config{Certificates: []tls.Certificate{cert}, MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"}})
 	}
-	isNew, err := checkFile(c.db)
+	st, isNew, err := openStore(c.db)
 	if err != nil {
-		return c.explain(err)
-	}
-	st, err := openStore(c.db)
-	if err != nil {
-		return c.explain(err)
+		return fmt.Errorf("-db %q: %w", c.db, err)
 	}
 	if isNew {
-		log.Warn("the database is new and empty", "database", st.path)
+		log.Warn("the database is new and empty", "database", c.db)
 	}
 	if len(k) == 0 {
 		key := rand.Text()
 		k = keys{callerOf(key)}
 		log.Info("no API key is set: made one for this run", "api_key", key)
 	}
-	log.Info("started", "url", scheme+ln.Addr().String(), "database", st.path, "keys", len(k), "version", buildVersion())
+	log.Info("started", "url", scheme+ln.Addr().String(), "database", c.db, "keys", len(k), "version", buildVersion())
 	err = errors.Join(newServer(st, k, log).serve(ctx, ln), st.close())
 	if err == nil {
 		log.Info("stopped")
@@ -169,89 +162,32 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 	return err
 }
 
-// writeBackup writes a copy of -db to the new file -backup.
-func (c config) writeBackup(ctx context.Context) error {
-	isNew, err := checkFile(c.db)
-	_, statErr := os.Lstat(c.backup)
-	switch {
-	case err != nil:
-		return c.explain(err)
-	case isNew:
-		return fmt.Errorf("-db %q: there is no database yet", c.db)
-	case regexp.MustCompile(`-(journal|wal|shm)$`).MatchString(c.backup):
-		return fmt.Errorf("-backup %q: SQLite would take this for a part of a database; choose a name with another ending", c.backup)
-	case statErr == nil:
-		return fmt.Errorf("-backup %q exists already; name a new file", c.backup)
-	}
-	if err := backup(ctx, c.db, c.backup); err != nil {
-		return fmt.Errorf("-backup %q: %w", c.backup, err)
-	}
-	return nil
-}
-
-// checkFile checks that path is a database of this service, or that a new one can be created there (isNew). It reads only
-// the header (https://sqlite.org/fileformat.html#the_database_header), because SQLite may modify a file that it opens. Do
-// not call it while this process has the database open: closing the file here would release SQLite's locks.
-func checkFile(path string) (isNew bool, err error) {
+// backup writes a consistent copy of the database at path, which may be in use, to the new file target. The copy gets that
+// name once it is verified and on disk; after an error before that, nothing of it is left.
+func backup(ctx context.Context, path, target string) error {
 	info, err := os.Stat(path)
-	if errors.Is(err, os.ErrNotExist) || err == nil && info.Mode().IsRegular() && info.Size() == 0 {
-		return true, checkNew(path)
+	if err == nil && info.Size() < minDatabase {
+		err = errors.New("there is no database in it yet")
 	}
-	f, err := os.OpenFile(path, os.O_RDWR, 0) // also for writing: otherwise SQLite would silently open it read-only
 	if err != nil {
-		return false, err
+		return fmt.Errorf("-db %q: %w", path, err)
 	}
-	defer f.Close()
-	var header [72]byte
-	_, err = f.ReadAt(header[:], 0)
-	switch {
-	case err != nil && err != io.EOF:
-		return false, err
-	case string(header[:16]) != "SQLite format 3\x00":
-		return false, errors.New("not a database of this service: it is not an SQLite database; name another file")
-	case binary.BigEndian.Uint32(header[68:]) != applicationID:
-		return false, fmt.Errorf("not a database of this service: its application_id is not %[1]d; name another file, or, "+
-			"if this one was made from a dump of such a database, run: sqlite3 FILE 'PRAGMA application_id = %[1]d'", applicationID)
-	case binary.BigEndian.Uint32(header[60:]) > schemaVersion:
-		return false, errNewer
+	if _, err := os.Lstat(target); err == nil {
+		return fmt.Errorf("-backup %q exists already; name a new file", target)
 	}
-	return false, nil
-}
-
-// checkNew checks that a new database can be created at path without destroying the write-ahead log of another.
-func checkNew(path string) error {
-	if resolved, err := filepath.EvalSymlinks(path); err == nil {
-		path = resolved // SQLite puts the log beside that file
-	} else if _, err := os.Lstat(path); err == nil {
-		return errors.New("it is a symbolic link to a missing file; to begin a new database, create an empty file there")
-	}
-	files, err := os.ReadDir(filepath.Dir(path))
+	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
 	if err != nil {
-		return fmt.Errorf("its folder does not exist, or cannot be read; create it, or name another: %w", err)
+		return fmt.Errorf("-backup %q: %w", target, err)
 	}
-	log := filepath.Base(path) + "-wal" // store.close may have given it a longer name
-	for _, file := range files {
-		if file.Name() != log && !strings.HasPrefix(file.Name(), log+".") {
-			continue
-		}
-		if info, err := file.Info(); err == nil && info.Size() > 0 {
-			return fmt.Errorf("there is no database, but %q, in its folder, is the write-ahead log of one and may hold animals; "+
-				"put that database back and name the log %q, or delete the log to begin a new database", file.Name(), log)
-		}
+	defer os.Remove(temp.Name())
+	err = cmp.Or(copyDatabase(ctx, path, temp.Name()), temp.Sync(), temp.Close())
+	if err == nil {
+		err = os.Rename(temp.Name(), target)
+	}
+	if err != nil {
+		return fmt.Errorf("-backup %q of %q: %w", target, path, err)
 	}
 	return nil
-}
-
-// explain adds the path of the database, and advice for the operator, to an error of the database.
-func (c config) explain(err error) error {
-	advice := ""
-	switch code := sqliteCode(err); {
-	case code == sqlite3.SQLITE_BUSY:
-		advice = "; another program has it open: end that program first"
-	case code == sqlite3.SQLITE_CANTOPEN, code == sqlite3.SQLITE_READONLY, errors.Is(err, os.ErrPermission):
-		advice = "; check that the service may write this file and others in its folder, and open enough files (ulimit -n)"
-	}
-	return fmt.Errorf("-db %q: %w%s", c.db, err, advice)
 }
 
 // listen returns the socket that systemd passes (sd_listen_fds(3)), or else a socket that listens on addr.

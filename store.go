@@ -20,27 +20,26 @@ import (
 )
 
 const (
-	busyTimeout   = 5 * time.Second        // how long to wait for the lock of another program; a create has 8 s in all
-	maxBatch      = 4096                   // creations in a batch, at a few hundred bytes each
+	busyTimeout   = 5 * time.Second        // how long to wait for another program's lock
 	watchInterval = 250 * time.Millisecond // between checks for commits of other programs, which must show within 1 s
 	keyLifetime   = 24 * time.Hour         // how long an idempotency key is remembered
 	maxIdleWAL    = 64 << 20               // bytes to which SQLite truncates the write-ahead log when it is not needed
+	minDatabase   = 512                    // bytes; SQLite takes a smaller file for an empty database, and overwrites it
 
 	applicationID = 0x50657473 // PRAGMA application_id: "Pets", the mark of this service's databases
-	schemaVersion = 1          // PRAGMA user_version
+
+	// schemaVersion is the PRAGMA user_version of the schema below. Raise it with every change of the schema, and make
+	// store.open bring databases of the earlier versions up to date before it executes the schema, which sets the version.
+	schemaVersion = 1
 )
 
-var errNewer = errors.New("a newer version of this service has written it; run that version")
-
-// schema creates the tables of a new database, unless another process has just done so. The CHECK constraints apply the
-// rules of the API to manual edits too; white space is as in unicode.IsSpace. (SQLite checks three ORs faster than an IN.)
+// schema creates what is missing of the tables. The CHECK constraints apply to manual edits, too. (SQLite checks three ORs
+// faster than an IN.)
 var schema = fmt.Sprintf(`
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS pets (
 	id INTEGER PRIMARY KEY AUTOINCREMENT CHECK (id > 0), -- AUTOINCREMENT: no id is used twice
-	name TEXT NOT NULL CHECK (length(name) BETWEEN 1 AND 255 AND instr(name, char(0)) = 0
-		AND trim(name, char(9, 10, 11, 12, 13, 32, 133, 160, 5760, 8192, 8193, 8194, 8195, 8196, 8197, 8198,
-			8199, 8200, 8201, 8202, 8232, 8233, 8239, 8287, 12288)) <> ''),
+	name TEXT NOT NULL CHECK (length(name) BETWEEN 1 AND 255),
 	category_id INTEGER NOT NULL,
 	status TEXT NOT NULL DEFAULT 'available' CHECK (status = 'available' OR status = 'pending' OR status = 'sold')
 ) STRICT;
@@ -63,22 +62,6 @@ PRAGMA application_id = %d;
 PRAGMA user_version = %d;
 COMMIT;`, applicationID, schemaVersion)
 
-// The statements, which are prepared once.
-const (
-	listSQL         = `SELECT id, name, category_id, status FROM pets WHERE id > ? ORDER BY id LIMIT ?`
-	listByStatusSQL = `SELECT id, name, category_id, status FROM pets WHERE status = ? AND id > ? ORDER BY id LIMIT ?`
-	getSQL          = `SELECT id, name, category_id, status FROM pets WHERE id = ?`
-	beginSQL        = `BEGIN IMMEDIATE`
-	commitSQL       = `COMMIT`
-	insertPetSQL    = `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`
-	findKeySQL      = `SELECT id, name, category_id, status FROM idempotency_keys
-		WHERE caller = ? AND key = ? AND created >= ?`
-	insertKeySQL = `REPLACE INTO idempotency_keys (caller, key, created, id, name, category_id, status)
-		VALUES (?, ?, ?, ?, ?, ?, ?)`
-	purgeSQL = `DELETE FROM idempotency_keys WHERE (caller, key) IN
-		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT ?)`
-)
-
 // newPet is the API's NewPet, with its status filled in.
 type newPet struct {
 	Name       string `json:"name"`
@@ -86,13 +69,13 @@ type newPet struct {
 	Status     string `json:"status"`
 }
 
-// pet is the API's Pet: an animal in the store.
+// pet is the API's Pet: an animal in the database.
 type pet struct {
 	ID int64 `json:"id"`
 	newPet
 }
 
-// columns returns the Scan destinations for the SELECT statements above.
+// columns returns the Scan destinations for the columns that every SELECT below returns.
 func (p *pet) columns() []any { return []any{&p.ID, &p.Name, &p.CategoryID, &p.Status} }
 
 // page selects the animals to list.
@@ -125,56 +108,55 @@ type batch struct {
 // Reads run on a pool of read-only connections. Creations that wait at the same time share one transaction, and so
 // one wait for the disk: the goroutine of the first of them writes them all.
 type store struct {
-	path     string      // absolute
-	file     os.FileInfo // the file at path when it was opened
-	walPath  string      // the write-ahead log
-	wal      os.FileInfo // the file at walPath when it was opened
-	readers  *sql.DB
-	writer   *sql.DB // one connection, so that its statements form one transaction
-	prepared map[string]*sql.Stmt
+	path    string      // absolute
+	file    os.FileInfo // the file at path when it was opened
+	readers *sql.DB
+	writer  *sql.DB // one connection, so that its statements form one transaction
+	watcher *sql.DB // one connection, which sees the commits of all others
+
+	selectPage, selectPageByStatus, selectPet                       *sql.Stmt // of readers
+	begin, commit, insertPet, selectKey, insertKey, deleteStaleKeys *sql.Stmt // of writer
 
 	writing   sync.Mutex // held during a transaction
 	joining   sync.Mutex // guards gathering
 	gathering *batch     // the batch that a creation can join, or nil
 
-	changes atomic.Int64              // see version
-	watcher *sql.DB                   // one connection, which sees the commits of all others
-	looking sync.Mutex                // held during a look; guards seen
-	seen    int64                     // the data_version that the watcher saw last
-	looked  atomic.Pointer[time.Time] // when that was
+	changes atomic.Int64  // see version
+	closing chan struct{} // closed by close
 }
 
-// openStore opens the database file at path, which is absolute and has passed checkFile, and creates the database if the
-// file is missing or empty.
-func openStore(path string) (*store, error) {
-	s := &store{
-		path:     path,
-		readers:  openPool(path, "ro", max(4, runtime.GOMAXPROCS(0))),
-		writer:   openPool(path, "rwc", 1, "synchronous(FULL)", "fullfsync(ON)", fmt.Sprintf("journal_size_limit(%d)", maxIdleWAL)),
-		watcher:  openPool(path, "ro", 1),
-		prepared: map[string]*sql.Stmt{},
+// openStore opens the database at path, which is absolute. If the file is missing or empty (isNew), it creates the database.
+func openStore(path string) (s *store, isNew bool, err error) {
+	info, err := os.Stat(path)
+	isNew = err != nil || info.Size() == 0
+	if !isNew && info.Size() < minDatabase {
+		return nil, false, errors.New("not a database of this service")
 	}
-	s.looked.Store(new(time.Time))
+	if log, err := os.Stat(path + "-wal"); isNew && err == nil && log.Size() > 0 {
+		return nil, false, fmt.Errorf("there is no database, but %q is the write-ahead log of one and may hold animals; "+
+			"put that database back, or delete the log to begin a new one", path+"-wal")
+	}
+	s = &store{
+		path:    path,
+		readers: openPool(path, "ro", max(4, runtime.GOMAXPROCS(0))),
+		writer:  openPool(path, "rwc", 1, "synchronous(FULL)", "fullfsync(ON)", fmt.Sprintf("journal_size_limit(%d)", maxIdleWAL)),
+		watcher: openPool(path, "ro", 1),
+		closing: make(chan struct{}),
+	}
 	if err := s.open(); err != nil {
-		s.close()
-		return nil, err
+		s.watcher.Close()
+		s.readers.Close()
+		s.writer.Close()
+		return nil, false, explain(err)
 	}
-	return s, nil
+	go s.watch()
+	return s, isNew, nil
 }
 
-// open creates the schema in a new database, prepares the statements and opens all connections.
+// open creates what is missing of the tables, and prepares the statements.
 func (s *store) open() error {
-	var version int
-	if err := s.writer.QueryRow("PRAGMA user_version").Scan(&version); err != nil {
+	if err := checkDatabase(s.writer); err != nil {
 		return err
-	}
-	if version > schemaVersion { // according to the write-ahead log, which checkFile does not read
-		return errNewer
-	}
-	if version == 0 { // before WAL mode, so that application_id is in the file from the start, and not only in the log
-		if _, err := s.writer.Exec(schema); err != nil {
-			return err
-		}
 	}
 	var mode string
 	if err := s.writer.QueryRow("PRAGMA journal_mode = WAL").Scan(&mode); err != nil {
@@ -183,81 +165,64 @@ func (s *store) open() error {
 	if mode != "wal" {
 		return fmt.Errorf("its file system does not support a write-ahead log (journal mode %s)", mode)
 	}
-	err := cmp.Or(
-		s.prepare(s.readers, listSQL, listByStatusSQL, getSQL),
-		s.prepare(s.writer, beginSQL, commitSQL, insertPetSQL, findKeySQL, insertKeySQL, purgeSQL),
-		s.prepare(s.watcher))
-	if err != nil {
+	if _, err := s.writer.Exec(schema); err != nil { // also fails if the database may only be read
 		return err
 	}
-	resolved, _ := filepath.EvalSymlinks(s.path) // SQLite puts the log beside that file
-	s.walPath = resolved + "-wal"
-	s.file, err = os.Stat(s.path)
-	if err == nil {
-		s.wal, err = os.Stat(s.walPath)
+	file, err := os.Stat(s.path)
+	s.file = file
+	prepare := func(db *sql.DB, query string) (statement *sql.Stmt) {
+		if err == nil {
+			statement, err = db.Prepare(query)
+		}
+		return statement
 	}
+	s.selectPage = prepare(s.readers, `SELECT id, name, category_id, status FROM pets WHERE id > ? ORDER BY id LIMIT ?`)
+	s.selectPageByStatus = prepare(s.readers, `SELECT id, name, category_id, status FROM pets
+		WHERE status = ? AND id > ? ORDER BY id LIMIT ?`)
+	s.selectPet = prepare(s.readers, `SELECT id, name, category_id, status FROM pets WHERE id = ?`)
+	s.begin = prepare(s.writer, `BEGIN IMMEDIATE`)
+	s.commit = prepare(s.writer, `COMMIT`)
+	s.insertPet = prepare(s.writer, `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`)
+	s.selectKey = prepare(s.writer, `SELECT id, name, category_id, status FROM idempotency_keys
+		WHERE caller = ? AND key = ? AND created >= ?`)
+	s.insertKey = prepare(s.writer, `REPLACE INTO idempotency_keys (caller, key, created, id, name, category_id, status)
+		VALUES (?, ?, ?, ?, ?, ?, ?)`)
+	s.deleteStaleKeys = prepare(s.writer, `DELETE FROM idempotency_keys WHERE (caller, key) IN
+		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT ?)`)
 	return err
 }
 
-// prepare prepares queries on db, and opens all its connections, so that a lack of file descriptors shows at the start.
-func (s *store) prepare(db *sql.DB, queries ...string) error {
-	for _, query := range queries {
-		statement, err := db.Prepare(query)
-		if err != nil {
-			return err
-		}
-		s.prepared[query] = statement
-	}
-	for range db.Stats().MaxOpenConnections {
-		conn, err := db.Conn(context.Background())
-		if err != nil {
-			return err
-		}
-		defer conn.Close() // returns it to the pool, but not before all are open
-		// SQLite opens the files at the first query.
-		if _, err := conn.ExecContext(context.Background(), "SELECT 1 FROM pets LIMIT 1"); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
 // close waits for a transaction in progress and closes the database. The store must not be used afterwards.
-//
-// SQLite does not remove the log of a database that was moved or replaced, and would apply it to the next database at this
-// path. close therefore empties the log. If another program prevents that, close renames it and returns an error.
 func (s *store) close() error {
 	s.writing.Lock() // and never unlocks it
+	close(s.closing)
 	s.watcher.Close()
-	s.readers.Close() // before the writer: the last connection removes the log, if it may write
-	logIsOurs := s.wal != nil && isFile(s.walPath, s.wal)
-	if s.inPlace() == nil || !logIsOurs {
+	s.readers.Close() // before the writer: the last connection removes the write-ahead log, if it may write
+	if s.inPlace() == nil {
 		return s.writer.Close()
 	}
+	// SQLite would leave the log at path, and then apply it to the next database there.
 	var busy, frames, copied int
 	err := s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
+	if busy > 0 {
+		err = errors.New("another program is reading")
+	}
+	if err != nil {
+		err = fmt.Errorf("%q was moved, deleted or replaced, and its write-ahead log, %q, holds animals and could not be emptied: %w; "+
+			"end all programs that use the database, and move the log to its new place", s.path, s.path+"-wal", err)
+	}
 	s.writer.Close()
-	if err == nil && busy == 0 {
-		return nil
-	}
-	err = cmp.Or(err, errors.New("another program is using it"))
-	kept := s.walPath + time.Now().Format(".20060102T150405")
-	if err := os.Rename(s.walPath, kept); err != nil {
-		return err
-	}
-	os.Remove(strings.TrimSuffix(s.walPath, "-wal") + "-shm") // the index of the log; SQLite rebuilds it
-	return fmt.Errorf("%q was moved or replaced, and its write-ahead log could not be emptied: %w; the log holds animals and is now "+
-		"%q: to keep them, end all programs that use the database, move it back, and rename the log to %q", s.path, err, kept, s.walPath)
+	return err
 }
 
 // list returns a page of animals, by ascending id, and whether more follow. It takes no context: the query is bounded, and
 // database/sql discards the connection of a cancelled query.
 func (s *store) list(p page) (pets []pet, more bool, err error) {
-	query, args := listSQL, []any{p.after, p.limit + 1}
+	statement, args := s.selectPage, []any{p.after, p.limit + 1}
 	if p.status != "" {
-		query, args = listByStatusSQL, append([]any{p.status}, args...)
+		statement, args = s.selectPageByStatus, append([]any{p.status}, args...)
 	}
-	rows, err := s.prepared[query].Query(args...)
+	rows, err := statement.Query(args...)
 	if err != nil {
 		return nil, false, dbError(err)
 	}
@@ -278,7 +243,7 @@ func (s *store) list(p page) (pets []pet, more bool, err error) {
 // get returns the animal with the given id, or errNotFound.
 func (s *store) get(id int64) (pet, error) {
 	var p pet
-	err := s.prepared[getSQL].QueryRow(id).Scan(p.columns()...)
+	err := s.selectPet.QueryRow(id).Scan(p.columns()...)
 	if errors.Is(err, sql.ErrNoRows) {
 		return pet{}, errNotFound
 	}
@@ -287,8 +252,8 @@ func (s *store) get(id int64) (pet, error) {
 
 // create stores p and returns it, with its id, once it is safely on disk. If the caller has used the idempotency key within
 // keyLifetime, it stores nothing: it returns the first result with replayed true, or errKeyReused if p differs. A key of ""
-// is none. After errUnavailable nothing is stored; after any other error p may or may not be stored. It takes no context:
-// a client that disconnects must not leave that in doubt.
+// is none. After errUnavailable it has stored nothing; after any other error p may or may not be stored. It takes no
+// context: a client that disconnects must not leave that in doubt.
 func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, err error) {
 	c := &creation{newPet: p, caller: who, key: key}
 	s.joining.Lock()
@@ -297,10 +262,6 @@ func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, 
 		s.gathering = &batch{done: make(chan struct{}), err: errors.New("the write ended in a panic")} // write replaces err
 	}
 	b := s.gathering
-	if len(b.creations) == maxBatch {
-		s.joining.Unlock()
-		return pet{}, false, fmt.Errorf("%w: %d creates are waiting already", errUnavailable, maxBatch)
-	}
 	b.creations = append(b.creations, c)
 	s.joining.Unlock()
 	if first {
@@ -320,7 +281,7 @@ func (s *store) write(b *batch) {
 		}
 		close(b.done)
 	}()
-	if err := s.begin(); err != nil {
+	if err := s.lock(); err != nil {
 		b.err = err
 		return
 	}
@@ -331,20 +292,20 @@ func (s *store) write(b *batch) {
 			return
 		}
 	}
-	_, err := s.prepared[commitSQL].Exec()
+	_, err := s.commit.Exec()
 	s.changes.Add(1) // even after an error: the animals may be on disk
 	b.err = dbError(err)
 }
 
-// begin begins a transaction for the current batch. Creations can join the batch until the database is locked for it, or
-// the lock is refused. Any error is errUnavailable: another program has the lock, for example, or the database was moved.
-func (s *store) begin() error {
+// lock begins a transaction for the batch that is gathering. Creations can join the batch until the database is locked for
+// it, or the lock is refused. Any error is errUnavailable: another program has the lock, for example, or the database was moved.
+func (s *store) lock() error {
 	defer func() {
 		s.joining.Lock()
 		s.gathering = nil
 		s.joining.Unlock()
 	}()
-	if _, err := s.prepared[beginSQL].Exec(); err != nil {
+	if _, err := s.begin.Exec(); err != nil {
 		return fmt.Errorf("%w: %w", errUnavailable, err)
 	}
 	return s.inPlace()
@@ -355,7 +316,7 @@ func (s *store) begin() error {
 func (s *store) insert(c *creation, now time.Time) error {
 	oldest := now.Add(-keyLifetime).Unix() // of the keys that have not expired
 	if c.key != "" {
-		err := s.prepared[findKeySQL].QueryRow(c.caller[:], c.key, oldest).Scan(c.stored.columns()...)
+		err := s.selectKey.QueryRow(c.caller[:], c.key, oldest).Scan(c.stored.columns()...)
 		c.replayed = err == nil
 		if c.replayed && c.stored.newPet != c.newPet {
 			c.err = errKeyReused
@@ -364,7 +325,7 @@ func (s *store) insert(c *creation, now time.Time) error {
 			return err // nil if the key was found
 		}
 	}
-	result, err := s.prepared[insertPetSQL].Exec(c.Name, c.CategoryID, c.Status)
+	result, err := s.insertPet.Exec(c.Name, c.CategoryID, c.Status)
 	if sqliteCode(err) == sqlite3.SQLITE_CONSTRAINT {
 		c.err = err // such as RAISE(ABORT) in a trigger: SQLite has undone only this statement
 		return nil
@@ -372,95 +333,66 @@ func (s *store) insert(c *creation, now time.Time) error {
 	if err != nil {
 		return err
 	}
-	if rows, _ := result.RowsAffected(); rows == 0 { // neither this nor LastInsertId returns an error in this driver
-		c.err = errors.New("a trigger left the animal out")
-		return nil
-	}
-	id, _ := result.LastInsertId()
+	id, _ := result.LastInsertId() // this driver never returns an error here
 	c.stored = pet{id, c.newPet}
 	if c.key == "" {
 		return nil
 	}
-	if _, err := s.prepared[insertKeySQL].Exec(c.caller[:], c.key, now.Unix(), id, c.Name, c.CategoryID, c.Status); err != nil {
+	if _, err := s.insertKey.Exec(c.caller[:], c.key, now.Unix(), id, c.Name, c.CategoryID, c.Status); err != nil {
 		return err
 	}
-	_, err = s.prepared[purgeSQL].Exec(oldest, 2) // two expired keys for each new one
+	_, err = s.deleteStaleKeys.Exec(oldest, 2) // two expired keys for each new one
 	return err
 }
 
 // inPlace returns errUnavailable unless the database that was opened is still at path. SQLite would go on writing to it
 // wherever it is, even if it was deleted.
 func (s *store) inPlace() error {
-	if !isFile(s.path, s.file) {
+	if now, err := os.Stat(s.path); err != nil || !os.SameFile(s.file, now) {
 		return fmt.Errorf("%w: the database was moved, deleted or replaced; put it back, or restart the service", errUnavailable)
 	}
 	return nil
 }
 
-// isFile reports whether path leads to file.
-func isFile(path string, file os.FileInfo) bool {
-	now, err := os.Stat(path)
-	return err == nil && os.SameFile(file, now)
-}
-
 // version returns a number that grows with every commit: of this process, before it is acknowledged; of other programs,
 // within watchInterval. It also grows if there may have been a commit.
-func (s *store) version() int64 {
-	if time.Since(*s.looked.Load()) < watchInterval {
-		return s.changes.Load()
-	}
-	s.looking.Lock()
-	defer s.looking.Unlock()
-	if time.Since(*s.looked.Load()) >= watchInterval { // no other goroutine has just looked
+func (s *store) version() int64 { return s.changes.Load() }
+
+// watch looks for commits of other programs until the store is closed.
+func (s *store) watch() {
+	last := int64(-1)
+	for ticks := time.Tick(watchInterval); ; {
 		var seen int64
 		err := s.watcher.QueryRow("PRAGMA data_version").Scan(&seen)
-		if err != nil || seen != s.seen {
+		if err != nil || seen != last { // it also differs after commits of this process
 			s.changes.Add(1)
 		}
-		s.seen = seen
-		s.looked.Store(new(time.Now()))
+		last = seen
+		select {
+		case <-ticks:
+		case <-s.closing:
+			return
+		}
 	}
-	return s.changes.Load()
 }
 
-// backup writes a consistent copy of the database at path to the new file target. Both paths are absolute. The copy gets that
-// name once it is verified and on disk; after an error before that, nothing of it is left.
-func backup(ctx context.Context, path, target string) error {
-	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
-	if err != nil {
-		return errors.Unwrap(err) // without the temporary name: the caller adds target
-	}
-	defer os.Remove(temp.Name())
-	defer os.Remove(temp.Name() + "-journal") // SQLite leaves one if the disk is full
-	defer temp.Close()
-	if err := copyDatabase(ctx, path, temp.Name()); err != nil {
-		return err
-	}
-	if err := temp.Sync(); err != nil {
-		return err
-	}
-	if err := os.Link(temp.Name(), target); err != nil { // unlike Rename, Link never overwrites
-		return err
-	}
-	dir, err := os.Open(filepath.Dir(target))
-	if err != nil || runtime.GOOS == "windows" { // which cannot sync a folder
-		return err
-	}
-	defer dir.Close()
-	return dir.Sync()
-}
-
-// copyDatabase writes a copy of the database at path, which may be in use, to the empty file target, and verifies it.
+// copyDatabase writes a consistent copy of the database at path, which may be in use, to the empty file target, and
+// verifies it.
 func copyDatabase(ctx context.Context, path, target string) error {
 	db := openPool(path, "rw", 1)
 	defer db.Close()
-	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", target); err != nil {
-		return fmt.Errorf("copying %q: %w", path, err)
+	defer os.Remove(target + "-journal") // SQLite leaves one if the disk is full
+	err := checkDatabase(db)
+	if err == nil {
+		_, err = db.ExecContext(ctx, "VACUUM INTO ?", target)
+	}
+	if err != nil {
+		return explain(err)
 	}
 	written := openPool(target, "rw", 1) // on a read-only connection, integrity_check would skip the CHECK constraints
 	defer written.Close()
 	var result string
-	err := written.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result)
+	err = written.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result)
 	if err == nil && result != "ok" {
 		err = fmt.Errorf("the copy is damaged, and so may be the database: %s", result)
 	}
@@ -478,6 +410,31 @@ func openPool(file, mode string, size int, pragmas ...string) *sql.DB {
 	db.SetMaxOpenConns(size)
 	db.SetMaxIdleConns(size)
 	return db
+}
+
+// checkDatabase refuses the database of another program, and that of a newer version of this service.
+func checkDatabase(db *sql.DB) error {
+	var id, version, objects int
+	err := db.QueryRow(`SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
+		FROM pragma_application_id, pragma_user_version`).Scan(&id, &version, &objects)
+	switch {
+	case err != nil:
+		return err
+	case id != applicationID && objects > 0:
+		return fmt.Errorf("not a database of this service: its application_id is not %d", applicationID)
+	case version > schemaVersion:
+		return errors.New("a newer version of this service has written it; run that version")
+	}
+	return nil
+}
+
+// explain adds to an error of SQLite what an operator can do about it.
+func explain(err error) error {
+	if sqliteCode(err) == 0 {
+		return err
+	}
+	return fmt.Errorf("%w; check that it is a file in an existing folder, that this user may write both, that the disk is not full, and "+
+		"that no other program has locked the database; if it is damaged, restore a backup", err)
 }
 
 // dbError wraps err in errUnavailable if it is an SQLite error that may be temporary and after which nothing is stored.
