@@ -1301,7 +1301,7 @@ func TestIdempotencyKeyIsForgottenAfterADay(t *testing.T) {
 	age(day + time.Second)
 	create(0, 11)
 	create(0, 11)
-	for i := range 4 { // each deletes two expired keys
+	for i := range 4 { // each commit deletes two expired keys
 		create(fmt.Sprint("new-", i), 12+i)
 	}
 	if left := s.ask("SELECT count(*) FROM idempotency_keys"); left != "5" {

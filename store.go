@@ -22,7 +22,7 @@ import (
 const (
 	busyTimeout   = 5 * time.Second        // how long to wait for another program's lock
 	watchInterval = 250 * time.Millisecond // between checks for commits of other programs, which must show within 1 s
-	keyLifetime   = 24 * time.Hour         // how long an idempotency key is remembered
+	keyLifetime   = 24 * 60 * 60           // seconds for which an idempotency key is remembered
 	maxIdleWAL    = 64 << 20               // bytes to which SQLite truncates the write-ahead log when it is not needed
 	minDatabase   = 512                    // bytes; SQLite takes a smaller file for an empty database, and overwrites it
 
@@ -122,7 +122,7 @@ type store struct {
 	gathering *batch     // the batch that a creation can join, or nil
 
 	changes atomic.Int64  // see version
-	closing chan struct{} // closed by close
+	closing chan struct{} // ends watch
 }
 
 // openStore opens the database at path, which is absolute. If the file is missing or empty (isNew), it creates the database.
@@ -194,8 +194,8 @@ func (s *store) open() error {
 
 // close waits for a transaction in progress and closes the database. The store must not be used afterwards.
 func (s *store) close() error {
-	s.writing.Lock() // and never unlocks it
-	close(s.closing)
+	s.writing.Lock()        // and never unlocks it
+	s.closing <- struct{}{} // waits for a look in progress
 	s.watcher.Close()
 	s.readers.Close() // before the writer: the last connection removes the write-ahead log, if it may write
 	if s.inPlace() == nil {
@@ -281,20 +281,31 @@ func (s *store) write(b *batch) {
 		}
 		close(b.done)
 	}()
+	b.err = s.transact(b)
+}
+
+// transact stores the batch b in one transaction. After an error the transaction may still be open.
+func (s *store) transact(b *batch) error {
 	if err := s.lock(); err != nil {
-		b.err = err
-		return
+		return err
 	}
-	now := time.Now()
+	now, withKey := time.Now().Unix(), 0
 	for _, c := range b.creations {
 		if err := s.insert(c, now); err != nil {
-			b.err = dbError(err)
-			return
+			return dbError(err)
+		}
+		if c.key != "" {
+			withKey++
+		}
+	}
+	if withKey > 0 { // twice as many expired keys as there may be new ones, so that none stays for ever
+		if _, err := s.deleteStaleKeys.Exec(now-keyLifetime, 2*withKey); err != nil {
+			return dbError(err)
 		}
 	}
 	_, err := s.commit.Exec()
 	s.changes.Add(1) // even after an error: the animals may be on disk
-	b.err = dbError(err)
+	return dbError(err)
 }
 
 // lock begins a transaction for the batch that is gathering. Creations can join the batch until the database is locked for
@@ -311,12 +322,11 @@ func (s *store) lock() error {
 	return s.inPlace()
 }
 
-// insert stores c in the open transaction, or finds the first response to its key. It returns an error that concerns the
-// whole batch; one that concerns c alone is left in c.err.
-func (s *store) insert(c *creation, now time.Time) error {
-	oldest := now.Add(-keyLifetime).Unix() // of the keys that have not expired
+// insert stores c in the open transaction, or finds the first response to its key. now is in Unix seconds. It returns an
+// error that concerns the whole batch; one that concerns c alone is left in c.err.
+func (s *store) insert(c *creation, now int64) error {
 	if c.key != "" {
-		err := s.selectKey.QueryRow(c.caller[:], c.key, oldest).Scan(c.stored.columns()...)
+		err := s.selectKey.QueryRow(c.caller[:], c.key, now-keyLifetime).Scan(c.stored.columns()...)
 		c.replayed = err == nil
 		if c.replayed && c.stored.newPet != c.newPet {
 			c.err = errKeyReused
@@ -335,13 +345,9 @@ func (s *store) insert(c *creation, now time.Time) error {
 	}
 	id, _ := result.LastInsertId() // this driver never returns an error here
 	c.stored = pet{id, c.newPet}
-	if c.key == "" {
-		return nil
+	if c.key != "" {
+		_, err = s.insertKey.Exec(c.caller[:], c.key, now, id, c.Name, c.CategoryID, c.Status)
 	}
-	if _, err := s.insertKey.Exec(c.caller[:], c.key, now.Unix(), id, c.Name, c.CategoryID, c.Status); err != nil {
-		return err
-	}
-	_, err = s.deleteStaleKeys.Exec(oldest, 2) // two expired keys for each new one
 	return err
 }
 
