@@ -29,13 +29,7 @@ func main() {
 		debug.SetGCPercent(200) // the heap is only a few MiB: collect it half as often
 	}
 	signal.Ignore(syscall.SIGPIPE) // otherwise a write to a log that nobody reads any more would end the process
-	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
-	if !signal.Ignored(syscall.SIGHUP) { // nohup(1) starts the program with it ignored
-		signals = append(signals, syscall.SIGHUP)
-	}
-	ctx, stop := signal.NotifyContext(context.Background(), signals...)
-	// A second signal ends the process at once, unless it comes within a second of the first: timeout(1) sends two.
-	context.AfterFunc(ctx, func() { time.AfterFunc(time.Second, stop) })
+	ctx, _ := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	os.Exit(run(ctx, os.Args[1:], os.LookupEnv, os.Stdout, os.Stderr))
 }
 

@@ -30,13 +30,12 @@ const (
 
 // server is the service as an http.Handler.
 type server struct {
-	store      *store
-	keys       keys
-	log        *slog.Logger
-	mux        *http.ServeMux
-	cache      atomic.Pointer[generation] // nil at first
-	inProgress atomic.Int64               // requests with a valid key
-	draining   atomic.Bool                // set by a stop: every response closes its connection
+	store    *store
+	keys     keys
+	log      *slog.Logger
+	mux      *http.ServeMux
+	cache    atomic.Pointer[generation] // nil at first
+	draining atomic.Bool                // set by a stop: every response closes its connection
 }
 
 // newServer returns the service on an open store.
@@ -135,8 +134,6 @@ func (s *server) requireKey(next handler) handler {
 				"GET /openapi.json describes this interface")
 		}
 		c.caller = who
-		s.inProgress.Add(1)
-		defer s.inProgress.Add(-1)
 		return next(c, r)
 	}
 }
@@ -257,10 +254,10 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 		Handler:                      s,
 		ReadHeaderTimeout:            5 * time.Second,
 		ReadTimeout:                  10 * time.Second, // for the whole request
-		WriteTimeout:                 20 * time.Second, // from the end of the header: 10 s for the body, 8 s for a create, 2 s more
-		IdleTimeout:                  60 * time.Second,
-		MaxHeaderBytes:               12 << 10, // net/http allows 4 KiB more, which makes 16 KiB
-		DisableGeneralOptionsHandler: true,     // OPTIONS * needs a key like everything else
+		WriteTimeout:                 20 * time.Second, // from the end of the header: 10 s for the body, 5 s for a lock, 5 s more
+		IdleTimeout:                  75 * time.Second, // longer than the 60 s of common proxies, so that they close first
+		MaxHeaderBytes:               12 << 10,         // net/http allows 4 KiB more, which makes 16 KiB
+		DisableGeneralOptionsHandler: true,             // OPTIONS * needs a key like everything else
 		ErrorLog:                     slog.NewLogLogger(s.log.Handler(), slog.LevelWarn),
 	}
 	failed := make(chan error, 1)
@@ -270,25 +267,15 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 		return err
 	case <-ctx.Done():
 	}
-	s.draining.Store(true)
 	s.log.Info("stopping", "cause", context.Cause(ctx))
-	if err := s.drain(srv, ln); err != nil {
+	s.draining.Store(true)
+	ln.Close()
+	time.Sleep(250 * time.Millisecond) // for requests that are on their way: Shutdown closes idle connections at once
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	defer srv.Close()
+	if err := srv.Shutdown(ctx); err != nil {
 		s.log.Warn("connections were cut off", "error", err)
 	}
 	return nil
-}
-
-// drain stops srv, which serves ln. Shutdown alone would close idle connections at once, even if a request is on its way,
-// and would wait for clients without a valid key as long as for those with one.
-func (s *server) drain(srv *http.Server, ln net.Listener) error {
-	deadline := time.Now().Add(10 * time.Second) // for requests with a valid key
-	ln.Close()
-	time.Sleep(250 * time.Millisecond) // for requests that are on their way
-	for s.inProgress.Load() > 0 && time.Now().Before(deadline) {
-		time.Sleep(5 * time.Millisecond)
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), time.Second) // for all other connections
-	defer cancel()
-	defer srv.Close()
-	return srv.Shutdown(ctx)
 }

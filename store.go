@@ -284,9 +284,17 @@ func (s *store) write(b *batch) {
 	b.err = s.transact(b)
 }
 
-// transact stores the batch b in one transaction. After an error the transaction may still be open.
+// transact stores the batch b in one transaction, which may still be open after an error. Creations can join b until the
+// database is locked for it, or the lock is refused.
 func (s *store) transact(b *batch) error {
-	if err := s.lock(); err != nil {
+	_, err := s.begin.Exec()
+	s.joining.Lock()
+	s.gathering = nil
+	s.joining.Unlock()
+	if err != nil { // whatever it is, nothing is stored
+		return fmt.Errorf("%w: %w", errUnavailable, err)
+	}
+	if err := s.inPlace(); err != nil {
 		return err
 	}
 	now, withKey := time.Now().Unix(), 0
@@ -303,23 +311,9 @@ func (s *store) transact(b *batch) error {
 			return dbError(err)
 		}
 	}
-	_, err := s.commit.Exec()
+	_, err = s.commit.Exec()
 	s.changes.Add(1) // even after an error: the animals may be on disk
 	return dbError(err)
-}
-
-// lock begins a transaction for the batch that is gathering. Creations can join the batch until the database is locked for
-// it, or the lock is refused. Any error is errUnavailable: another program has the lock, for example, or the database was moved.
-func (s *store) lock() error {
-	defer func() {
-		s.joining.Lock()
-		s.gathering = nil
-		s.joining.Unlock()
-	}()
-	if _, err := s.begin.Exec(); err != nil {
-		return fmt.Errorf("%w: %w", errUnavailable, err)
-	}
-	return s.inPlace()
 }
 
 // insert stores c in the open transaction, or finds the first response to its key. now is in Unix seconds. It returns an
