@@ -145,7 +145,7 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 	}
 	if len(k) == 0 {
 		key := rand.Text()
-		k = keys{callerOf(key)}
+		k.add(key)
 		log.Info("no API key is set: made one for this run", "api_key", key)
 	}
 	log.Info("started", "url", scheme+ln.Addr().String(), "database", c.db, "keys", len(k), "version", buildVersion())
