@@ -58,7 +58,6 @@ func (s *server) createPet(c *call, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	r.Header = nil // to free memory while the body arrives, as in finish
 	body, err := readBody(c, r)
 	if err != nil {
 		return err

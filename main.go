@@ -204,17 +204,16 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 }
 
 // logWriter is an io.Writer that never blocks, so that a stalled log cannot hold up a request: a goroutine does the
-// writing. Lines that cannot be queued or written are dropped and counted, and the count is logged later.
+// writing. Lines that find the queue full are dropped, and their number is logged later.
 type logWriter struct {
-	w       io.Writer
 	lines   chan []byte // nil ends the goroutine
 	dropped atomic.Int64
 	done    chan struct{}
 }
 
 func newLogWriter(w io.Writer) *logWriter {
-	l := &logWriter{w: w, lines: make(chan []byte, 1024), done: make(chan struct{})}
-	go l.run()
+	l := &logWriter{lines: make(chan []byte, 1024), done: make(chan struct{})}
+	go l.run(w)
 	return l
 }
 
@@ -229,34 +228,21 @@ func (l *logWriter) Write(line []byte) (int, error) {
 }
 
 // run writes the queued lines in batches, at most one per millisecond: a system call for each line would slow requests.
-func (l *logWriter) run() {
+func (l *logWriter) run(w io.Writer) {
 	defer close(l.done)
-	var text []byte
+	var batch bytes.Buffer
 	for line := <-l.lines; line != nil; line = <-l.lines {
-		text = append(text, line...)
-		if len(l.lines) == 0 || len(text) > 64<<10 {
-			l.flush(text)
-			text = text[:0]
+		if dropped := l.dropped.Swap(0); dropped > 0 {
+			slog.New(slog.NewTextHandler(&batch, nil)).Warn("log lines were dropped", "lines", dropped)
+		}
+		batch.Write(line)
+		if len(l.lines) == 0 || batch.Len() > 64<<10 {
+			batch.WriteTo(w)
+			batch.Reset() // after an error: the rest is lost
 			time.Sleep(time.Millisecond)
 		}
 	}
-	l.flush(text)
-}
-
-// flush writes the number of dropped lines, if there are any, and then lines. It counts those that it cannot write.
-func (l *logWriter) flush(lines []byte) {
-	var head bytes.Buffer
-	dropped := l.dropped.Load()
-	if dropped > 0 {
-		head.WriteString("\n") // the last line may be incomplete
-		slog.New(slog.NewTextHandler(&head, nil)).Warn("log lines were dropped: they could not be written", "lines", dropped)
-	}
-	n, _ := l.w.Write(append(head.Bytes(), lines...))
-	if n >= head.Len() {
-		l.dropped.Add(-dropped)
-	}
-	unwritten := lines[max(n-head.Len(), 0):]
-	l.dropped.Add(int64(bytes.Count(unwritten, []byte("\n"))))
+	batch.WriteTo(w)
 }
 
 // close waits until the queued lines are written, but no longer than a second.

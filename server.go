@@ -109,12 +109,14 @@ func (s *server) answer(w http.ResponseWriter, r *http.Request, h handler) {
 // finish answers with the error that the handler returned, or with a 500 if it panicked, and logs the request.
 func (c *call) finish(r *http.Request) {
 	if p := recover(); p != nil {
+		if c.status != 0 || p == http.ErrAbortHandler {
+			panic(p) // there can be no other response: net/http logs the panic and closes the connection
+		}
 		c.err = fmt.Errorf("panic: %v\n%s", p, debug.Stack())
 	}
 	if c.err != nil {
 		c.sendError()
 	}
-	r.Header = nil // frees memory: a parsed header can be much larger than the raw one, and net/http may keep r for seconds
 	c.log(r)
 	if c.unread {
 		// The client may still be sending the body. If the client asked to close the connection, net/http would do
@@ -230,20 +232,20 @@ func (c *call) log(r *http.Request) {
 	line := slog.NewRecord(time.Now(), slog.LevelInfo, "request", 0)
 	line.AddAttrs(
 		slog.String("id", c.id),
+		slog.String("client", r.RemoteAddr),
 		slog.String("method", r.Method[:min(len(r.Method), maxLogged)]),
 		slog.String("path", r.URL.Path[:min(len(r.URL.Path), maxLogged)]),
 		slog.Int("status", c.status),
 		slog.Int("bytes", sent),
 		slog.Duration("duration", time.Since(c.start)))
+	if c.caller != (caller{}) {
+		line.AddAttrs(slog.String("key", hex.EncodeToString(c.caller[:4])))
+	}
 	if c.err != nil {
-		line.AddAttrs(slog.String("code", errorCodes[c.status]))
+		line.AddAttrs(slog.Any("error", c.err))
 	}
 	if c.status >= http.StatusInternalServerError {
 		line.Level = slog.LevelError
-		line.AddAttrs(slog.Any("error", c.err))
-	}
-	if c.caller != (caller{}) {
-		line.AddAttrs(slog.String("key", hex.EncodeToString(c.caller[:4]))) // last, where README.md looks for it
 	}
 	c.server.log.Handler().Handle(context.Background(), line)
 }

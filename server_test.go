@@ -931,7 +931,7 @@ func TestLog(t *testing.T) {
 		return lines[0]
 	}
 	got := line(s.do("GET", "/v1/pets?limit=7", "", "X-Request-Id: mine"))
-	for _, word := range []string{"level=INFO msg=request ", " method=GET path=/v1/pets status=200 bytes=3 duration=", " key=62af8704\n"} {
+	for _, word := range []string{"level=INFO msg=request ", " client=192.0.2.1:1234 method=GET path=/v1/pets status=200 bytes=3 duration=", " key=62af8704\n"} {
 		if !strings.Contains(got, word) {
 			t.Errorf("no %q in %s", word, got)
 		}
@@ -945,8 +945,12 @@ func TestLog(t *testing.T) {
 		t.Errorf("the line of a HEAD request is %s", got)
 	}
 	if got := line(s.do("GET", "/v1/pets/x%0Ay", "", "Authorization: Bearer guess")); strings.Contains(got, "guess") ||
-		strings.Contains(got, "key=") || !strings.Contains(got, `path="/v1/pets/x\ny" status=401`) {
+		strings.Contains(got, "key=") || !strings.Contains(got, `path="/v1/pets/x\ny" status=401`) ||
+		!strings.Contains(got, ` error="a valid API key is required`) {
 		t.Errorf("the line of a refused request is %s", got)
+	}
+	if got := line(s.do("GET", "/v1/pets?limit=0", "")); !strings.Contains(got, `level=INFO `) || !strings.Contains(got, ` key=62af8704 error="limit must be`) {
+		t.Errorf("the line of an invalid request is %s", got)
 	}
 	long := strings.Repeat("x", 1024)
 	if got := line(s.do(long+"x", "/"+long, "")); !strings.Contains(got, " method="+long+" path=/"+long[1:]+" status=404 ") {
@@ -966,6 +970,43 @@ func TestLog(t *testing.T) {
 	read = func() error { return errors.New("no such animal") }
 	failure("/v1/pets", http.StatusInternalServerError, "no such animal")
 	failure("/healthz", http.StatusServiceUnavailable, "no such animal")
+}
+
+// brokenWriter is a ResponseWriter that panics when it gets the body.
+type brokenWriter struct {
+	*httptest.ResponseRecorder
+	responses int
+}
+
+func (w *brokenWriter) WriteHeader(status int) {
+	w.responses++
+	w.ResponseRecorder.WriteHeader(status)
+}
+
+func (w *brokenWriter) Write([]byte) (int, error) { panic("broken") }
+
+// TestPanicsForNetHTTP tests that net/http gets a panic after the response was sent, and http.ErrAbortHandler.
+func TestPanicsForNetHTTP(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.add("Rex", 7, "sold")
+	s.onRead(func() error { panic(http.ErrAbortHandler) })
+	for target, c := range map[string]struct {
+		responses int
+		panics    any
+	}{"/openapi.json": {1, "broken"}, "/v1/pets": {0, http.ErrAbortHandler}} {
+		r := httptest.NewRequest("GET", target, nil)
+		setHeaders(r, nil)
+		w := &brokenWriter{httptest.NewRecorder(), 0}
+		func() {
+			defer func() {
+				if p := recover(); p != c.panics || w.responses != c.responses {
+					t.Errorf("GET %s: the panic is %v after %d responses, want %v after %d", target, p, w.responses, c.panics, c.responses)
+				}
+			}()
+			s.ServeHTTP(w, r)
+		}()
+	}
 }
 
 // TestLogWriter writes to a pipe that nobody reads for some time, and then to one that nobody ever reads.
@@ -1005,45 +1046,6 @@ func TestLogWriter(t *testing.T) {
 		pr.Close()
 		time.Sleep(time.Second)
 	})
-}
-
-// TestLogOnAFullDisk writes 30 lines to a disk that is full after 100 bytes, and has room again from line 20.
-func TestLogOnAFullDisk(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		disk := &disk{room: 100}
-		log := newLogWriter(disk)
-		for i := range 30 {
-			if i == 20 {
-				synctest.Wait()
-				disk.room = math.MaxInt
-			}
-			fmt.Fprintf(log, "line %d of thirty\n", i)
-			time.Sleep(time.Second)
-		}
-		log.close()
-		whole := regexp.MustCompile(`(?m)^line \d+ of thirty$`).FindAllString(disk.text, -1)
-		rest := regexp.MustCompile(`(?m)^line \d+ of thirty\n`).ReplaceAllString(disk.text, "")
-		if len(whole) != 15 || !regexp.MustCompile(`^line 5 of thirt\ntime=\S+ level=WARN msg=".*" lines=15\n$`).MatchString(rest) {
-			t.Errorf("%d lines are complete, want 15, and one report of 15 dropped lines, in\n%s", len(whole), disk.text)
-		}
-	})
-}
-
-// disk is an io.Writer with a limited capacity.
-type disk struct {
-	room int
-	text string
-}
-
-func (d *disk) Write(b []byte) (int, error) {
-	n := min(len(b), d.room)
-	d.room -= n
-	d.text += string(b[:n])
-	if n < len(b) {
-		return n, syscall.ENOSPC
-	}
-	return n, nil
 }
 
 // pipes is a net.Listener for connections in memory, which work under a fake clock.
@@ -2229,32 +2231,6 @@ func TestHelp(t *testing.T) {
 			!regexp.MustCompile(want).MatchString(stdout.String()) {
 			t.Errorf("%s: status %d, %s%s", flag, status, stdout.String(), stderr.String())
 		}
-	}
-}
-
-// TestCallersOfTheDeprecatedOperation runs the command in README.md that finds them, on a log with misleading paths.
-func TestCallersOfTheDeprecatedOperation(t *testing.T) {
-	t.Parallel()
-	readme, err := os.ReadFile("README.md")
-	must(t, err)
-	pipeline := regexp.MustCompile(`\njournalctl [^|]*\| (.*)\n`).FindSubmatch(readme)
-	if pipeline == nil {
-		t.Fatal("README.md has no such command")
-	}
-	s := newService(t)
-	s.do("GET", "/v1/pets/1", "")
-	s.do("HEAD", "/v1/pets/%20key=deadbeef", "")
-	s.do("GET", "/v1/pets/%20key=deadbeef", "", "Authorization:")
-	s.do("GET", "/v1/pets/1%22%0Akey=deadbeef", "", "Authorization:")
-	s.do("GET", "/x%20id=AAAAAAAAAAAAAAAAAAAAAAAAAA%20method=GET%20path=/v1/pets/1", "")
-	for _, target := range []string{"/v1/pets", "/v1/pets/", "/v1/pets/1/2"} {
-		s.do("GET", target, "")
-	}
-	s.do("PUT", "/v1/pets/1", "")
-	cmd := exec.Command("sh", "-c", string(pipeline[1]))
-	cmd.Stdin = s.log
-	if out, err := cmd.CombinedOutput(); err != nil || strings.TrimSpace(string(out)) != "2  key=62af8704" {
-		t.Errorf("the command prints %q (%v)", out, err)
 	}
 }
 
