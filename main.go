@@ -88,8 +88,6 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 			err = fmt.Errorf("-%s must not be empty", f.Name)
 		}
 	})
-	_, port, _ := net.SplitHostPort(c.addr) // "" if the address is malformed
-	_, portErr := strconv.ParseUint(port, 10, 16)
 	switch {
 	case err != nil:
 		return c, err
@@ -97,8 +95,6 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 		return c, fmt.Errorf("unexpected argument %q", flags.Arg(0))
 	case (c.tlsCert == "") != (c.tlsKey == ""):
 		return c, errors.New("-tls-cert and -tls-key go together: give both or neither")
-	case portErr != nil:
-		return c, fmt.Errorf("-addr %q must be HOST:PORT with a port number up to 65535, such as 127.0.0.1:8080", c.addr)
 	}
 	c.db, err = filepath.Abs(c.db)
 	if err == nil && c.backup != "" {
@@ -134,7 +130,7 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 			return fmt.Errorf("-tls-cert and -tls-key: %w", err)
 		}
 		scheme = "https://"
-		ln = tls.NewListener(ln, &tls.Config{Certificates: []tls.Certificate{cert}, MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"}})
+		ln = tls.NewListener(ln, &tls.Config{Certificates: []tls.Certificate{cert}, NextProtos: []string{"http/1.1"}})
 	}
 	st, isNew, err := openStore(c.db)
 	if err != nil {
