@@ -31,21 +31,22 @@ var petStatuses = []string{"available", "pending", "sold"}
 
 const statusRule = "status must be available, pending or sold"
 
-// listPets answers GET /v1/pets with a page of animals, and with a Link to the next page if there is one (RFC 8288).
-func (s *server) listPets(c *call, r *http.Request) error {
+// listPets reads a page of animals for GET /v1/pets, with a Link to the next page if there is one (RFC 8288).
+func (s *server) listPets(r *http.Request) (response, error) {
 	query, p, err := parsePage(r.URL.RawQuery)
 	if err != nil {
-		return err
+		return response{}, err
 	}
 	pets, more, err := s.store.list(p)
 	if err != nil {
-		return err
+		return response{}, err
 	}
+	link := ""
 	if more {
 		query.Set("after", strconv.FormatInt(pets[len(pets)-1].ID, 10))
-		c.Header().Set("Link", "</v1/pets?"+query.Encode()+`>; rel="next"`)
+		link = "</v1/pets?" + query.Encode() + `>; rel="next"`
 	}
-	return c.sendJSON(http.StatusOK, pets)
+	return response{encode(pets), link}, nil
 }
 
 // createPet answers POST /v1/pets: it stores the animal in the body, and answers with the animal and its id.
@@ -73,20 +74,21 @@ func (s *server) createPet(c *call, r *http.Request) error {
 	if replayed {
 		c.Header().Set("Idempotency-Replayed", "true")
 	}
-	return c.sendJSON(http.StatusCreated, created)
+	c.send(http.StatusCreated, encode(created))
+	return nil
 }
 
-// getPet answers GET /v1/pets/{petId} with the animal that has this id.
-func (s *server) getPet(c *call, r *http.Request) error {
+// getPet reads the animal for GET /v1/pets/{petId}.
+func (s *server) getPet(r *http.Request) (response, error) {
 	id, ok := parseInt(r.PathValue("petId"))
 	if !ok {
-		return errNotFound
+		return response{}, errNotFound
 	}
 	found, err := s.store.get(id)
 	if err != nil {
-		return err
+		return response{}, err
 	}
-	return c.sendJSON(http.StatusOK, found)
+	return response{body: encode(found)}, nil
 }
 
 // healthz answers GET /healthz: 200 if the database is in its place and can be read, else 503.
@@ -97,7 +99,8 @@ func (s *server) healthz(c *call, r *http.Request) error {
 	if _, _, err := s.store.list(page{limit: 1}); err != nil {
 		return fmt.Errorf("%w: %w", errUnavailable, err)
 	}
-	return c.sendJSON(http.StatusOK, map[string]string{"status": "ok"})
+	c.send(http.StatusOK, encode(map[string]string{"status": "ok"}))
+	return nil
 }
 
 //go:embed openapi.json

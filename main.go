@@ -48,7 +48,9 @@ func run(ctx context.Context, args []string, lookupEnv func(string) (string, boo
 	case c.version:
 		fmt.Fprintln(stdout, "animalstore", buildVersion())
 	case c.backup != "":
-		err = backup(ctx, c.db, c.backup)
+		if err = backup(ctx, c.db, c.backup); err != nil {
+			err = fmt.Errorf("-backup %q of -db %q: %w", c.backup, c.db, err)
+		}
 	default:
 		err = c.serve(ctx, lookupEnv, slog.New(slog.NewTextHandler(lines, nil)))
 	}
@@ -155,29 +157,18 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 // backup writes a consistent copy of the database at path, which may be in use, to the new file target. The copy gets that
 // name once it is verified and on disk; after an error before that, nothing of it is left.
 func backup(ctx context.Context, path, target string) error {
-	info, err := os.Stat(path)
-	if err == nil && info.Size() < minDatabase {
-		err = errors.New("there is no database in it yet")
-	}
-	if err != nil {
-		return fmt.Errorf("-db %q: %w", path, err)
-	}
 	if _, err := os.Lstat(target); err == nil {
-		return fmt.Errorf("-backup %q exists already; name a new file", target)
+		return errors.New("this file exists already; name a new one")
 	}
 	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
 	if err != nil {
-		return fmt.Errorf("-backup %q: %w", target, err)
+		return err
 	}
 	defer os.Remove(temp.Name())
-	err = cmp.Or(copyDatabase(ctx, path, temp.Name()), temp.Sync(), temp.Close())
-	if err == nil {
-		err = os.Rename(temp.Name(), target)
+	if err := cmp.Or(copyDatabase(ctx, path, temp.Name()), temp.Sync(), temp.Close()); err != nil {
+		return err
 	}
-	if err != nil {
-		return fmt.Errorf("-backup %q of %q: %w", target, path, err)
-	}
-	return nil
+	return os.Rename(temp.Name(), target)
 }
 
 // listen returns the socket that systemd passes (sd_listen_fds(3)), or else a socket that listens on addr.
@@ -185,11 +176,7 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 	pid, _ := lookupEnv("LISTEN_PID")
 	count, _ := lookupEnv("LISTEN_FDS")
 	if pid != strconv.Itoa(os.Getpid()) || count == "" || count == "0" {
-		ln, err := net.Listen("tcp", addr)
-		if err != nil {
-			return nil, fmt.Errorf("%w; choose another address with -addr", err)
-		}
-		return ln, nil
+		return net.Listen("tcp", addr)
 	}
 	if count != "1" {
 		return nil, fmt.Errorf("LISTEN_FDS is %q: only one socket can be served", count)

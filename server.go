@@ -34,13 +34,14 @@ type server struct {
 	keys     keys
 	log      *slog.Logger
 	mux      *http.ServeMux
-	cache    atomic.Pointer[generation] // nil at first
-	draining atomic.Bool                // set by a stop: every response closes its connection
+	cache    atomic.Pointer[generation]
+	draining atomic.Bool // set by a stop: every response closes its connection
 }
 
 // newServer returns the service on an open store.
 func newServer(st *store, k keys, log *slog.Logger) *server {
 	s := &server{store: st, keys: k, log: log, mux: http.NewServeMux()}
+	s.cache.Store(&generation{})
 	handle := func(pattern string, h handler) {
 		s.mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) { s.answer(w, r, h) })
 	}
@@ -79,7 +80,7 @@ type call struct {
 	unread bool   // whether there is a body that has not been read to its end
 	caller caller // nobody until the key is accepted
 	status int    // of the response, 0 until it is sent
-	body   []byte // of the response
+	size   int    // of the body of the response, in bytes
 	err    error  // that the response reports, or nil
 }
 
@@ -106,26 +107,6 @@ func (s *server) answer(w http.ResponseWriter, r *http.Request, h handler) {
 	c.err = h(c, r)
 }
 
-// finish answers with the error that the handler returned, or with a 500 if it panicked, and logs the request.
-func (c *call) finish(r *http.Request) {
-	if p := recover(); p != nil {
-		if c.status != 0 || p == http.ErrAbortHandler {
-			panic(p) // there can be no other response: net/http logs the panic and closes the connection
-		}
-		c.err = fmt.Errorf("panic: %v\n%s", p, debug.Stack())
-	}
-	if c.err != nil {
-		c.sendError()
-	}
-	c.log(r)
-	if c.unread {
-		// The client may still be sending the body. If the client asked to close the connection, net/http would do
-		// that with data unread, which resets the connection: the client could lose the response.
-		http.NewResponseController(c.ResponseWriter).Flush()
-		io.CopyN(io.Discard, r.Body, maxUnread)
-	}
-}
-
 // requireKey passes requests with a valid API key to next, and answers all others with 401, before any other check.
 func (s *server) requireKey(next handler) handler {
 	return func(c *call, r *http.Request) error {
@@ -148,48 +129,59 @@ func deprecated(next handler) handler {
 	}
 }
 
-// generation is the content of the cache: successful responses to GET requests, read at this version of the store or later.
+// response is a response with status 200 to a GET request.
+type response struct {
+	body []byte // JSON
+	link string // the Link header, "" for none
+}
+
+// generation is the content of the cache: responses to GET requests, read at this version of the store or later.
 type generation struct {
 	version   int64
 	size      atomic.Int64 // bytes that the responses take, roughly
-	responses sync.Map     // from URL to *cachedResponse
+	responses sync.Map     // from URL to a func() (response, error) that reads the response when it is first called
 }
 
-// cachedResponse is a response with status 200.
-type cachedResponse struct {
-	link []string // the Link header, nil if there is none
-	body []byte
-}
-
-// cached answers from the cache if it can. Otherwise it calls next, and keeps the response unless next returns an error.
-// The generation is chosen before next reads the store, so an outdated response can only go into an outdated generation.
-func (s *server) cached(next handler) handler {
+// cached answers with what read returns. All requests for a URL share one read until the store changes. The generation is
+// chosen before the read begins, so an outdated response can only be in an outdated generation.
+func (s *server) cached(read func(r *http.Request) (response, error)) handler {
 	return func(c *call, r *http.Request) error {
-		url, version := r.URL.RequestURI(), s.store.version()
+		url, version := r.URL.RequestURI(), s.store.changes.Load()
 		g := s.cache.Load()
-		if g == nil || g.version < version || g.size.Load() > maxCache {
-			g = &generation{version: version}
-			s.cache.Store(g)
+		for g.version < version || g.size.Load() > maxCache {
+			s.cache.CompareAndSwap(g, &generation{version: version})
+			g = s.cache.Load()
 		}
-		if v, ok := g.responses.Load(url); ok {
-			found := v.(*cachedResponse)
-			c.Header()["Link"] = found.link
-			c.send(http.StatusOK, found.body)
-			return nil
+		shared, ok := g.responses.Load(url)
+		if !ok {
+			url = strings.Clone(url) // it may be part of a longer string, which would stay in memory
+			shared, _ = g.responses.LoadOrStore(url, sync.OnceValues(func() (resp response, err error) {
+				err = errors.New("the read ended in a panic") // read replaces err
+				defer func() {
+					if err != nil {
+						g.responses.Delete(url) // the next request reads again
+					}
+				}()
+				resp, err = read(r)
+				g.size.Add(int64(len(url) + len(resp.body) + 300)) // 300 for the entry itself
+				return resp, err
+			}))
 		}
-		if err := next(c, r); err != nil {
+		resp, err := shared.(func() (response, error))()
+		if err != nil {
 			return err
 		}
-		g.size.Add(int64(len(url) + len(c.body) + 300)) // 300 for the entry itself
-		url = strings.Clone(url)                        // it may be part of a longer string, which would stay in memory
-		g.responses.Store(url, &cachedResponse{c.Header()["Link"], c.body})
+		if resp.link != "" {
+			c.Header().Set("Link", resp.link)
+		}
+		c.send(http.StatusOK, resp.body)
 		return nil
 	}
 }
 
-// send sends the response. Its body is JSON, and must not be modified afterwards: it may be in the cache.
+// send sends the response, whose body is JSON.
 func (c *call) send(status int, body []byte) {
-	c.status, c.body = status, body
+	c.status, c.size = status, len(body)
 	c.Header().Set("Content-Length", strconv.Itoa(len(body)))
 	if c.unread || c.server.draining.Load() { // without this, net/http would read an unread body before it sends anything
 		c.Header().Set("Connection", "close")
@@ -198,36 +190,47 @@ func (c *call) send(status int, body []byte) {
 	c.Write(body) // an error means that the client is gone
 }
 
-// sendJSON sends v as the response.
-func (c *call) sendJSON(status int, v any) error {
+// encode returns v as JSON and a line break, with <, > and & as they are. v must be of a type that can be encoded.
+func encode(v any) []byte {
 	var b bytes.Buffer
 	enc := json.NewEncoder(&b)
 	enc.SetEscapeHTML(false)
-	err := enc.Encode(v)
-	if err == nil {
-		c.send(status, b.Bytes())
-	}
-	return err
+	enc.Encode(v)
+	return b.Bytes()
 }
 
-// sendError sends the apiError in c.err, or, if there is none, only says that there is an internal error.
-func (c *call) sendError() {
-	e, ok := errors.AsType[*apiError](c.err)
-	if !ok {
-		e = newError(http.StatusInternalServerError, "internal error")
+// finish answers with the error that the handler returned, or with a 500 if it panicked, and logs the request.
+func (c *call) finish(r *http.Request) {
+	if p := recover(); p != nil {
+		if c.status != 0 || p == http.ErrAbortHandler {
+			panic(p) // there can be no other response: net/http logs the panic and closes the connection
+		}
+		c.err = fmt.Errorf("panic: %v\n%s", p, debug.Stack())
 	}
-	if e.Status == http.StatusServiceUnavailable {
-		c.Header().Set("Retry-After", "1") // seconds
+	if c.err != nil {
+		e, ok := errors.AsType[*apiError](c.err)
+		if !ok {
+			e = newError(http.StatusInternalServerError, "internal error")
+		}
+		if e.Status == http.StatusServiceUnavailable {
+			c.Header().Set("Retry-After", "1") // seconds
+		}
+		c.send(e.Status, encode(e))
 	}
-	c.sendJSON(e.Status, e)
+	c.log(r)
+	if c.unread {
+		// The client may still be sending the body. If the client asked to close the connection, net/http would do
+		// that with data unread, which resets the connection: the client could lose the response.
+		http.NewResponseController(c.ResponseWriter).Flush()
+		io.CopyN(io.Discard, r.Body, maxUnread)
+	}
 }
 
 // log writes the log line of a request that has been answered. It makes the record itself because slog.Logger would look
 // up the line of the source, which takes a tenth of the time of a GET.
 func (c *call) log(r *http.Request) {
-	sent := len(c.body)
 	if r.Method == http.MethodHead {
-		sent = 0
+		c.size = 0 // net/http sends no body
 	}
 	line := slog.NewRecord(time.Now(), slog.LevelInfo, "request", 0)
 	line.AddAttrs(
@@ -236,7 +239,7 @@ func (c *call) log(r *http.Request) {
 		slog.String("method", r.Method[:min(len(r.Method), maxLogged)]),
 		slog.String("path", r.URL.Path[:min(len(r.URL.Path), maxLogged)]),
 		slog.Int("status", c.status),
-		slog.Int("bytes", sent),
+		slog.Int("bytes", c.size),
 		slog.Duration("duration", time.Since(c.start)))
 	if c.caller != (caller{}) {
 		line.AddAttrs(slog.String("key", hex.EncodeToString(c.caller[:4])))

@@ -1649,8 +1649,8 @@ func TestCacheStaysSmall(t *testing.T) {
 	runtime.KeepAlive(s)
 }
 
-// TestCacheDropsOutdatedResponses has the database change while a response is made.
-func TestCacheDropsOutdatedResponses(t *testing.T) {
+// TestChangeDuringARead has the database change while a page is read. That read serves nobody who asks after the change.
+func TestChangeDuringARead(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	s.add("old", 7, "sold")
@@ -1662,14 +1662,49 @@ func TestCacheDropsOutdatedResponses(t *testing.T) {
 		}
 		return nil
 	})
-	const first, second = "/v1/pets?limit=1", "/v1/pets/1"
-	s.want(s.do("GET", second, ""), http.StatusOK, "old")
-	change = func() { // until the response to second, which was cached, shows it
+	const page, other = "/v1/pets?limit=1", "/v1/pets/1"
+	s.want(s.do("GET", other, ""), http.StatusOK, "old")
+	change = func() {
 		s.sql("UPDATE animals SET name = 'new'")
-		eventually(t, "the edit shows", func() bool { return strings.Contains(s.do("GET", second, "").body, "new") })
+		eventually(t, "the edit shows in a response that was cached", func() bool { return strings.Contains(s.do("GET", other, "").body, "new") })
+		s.want(s.do("GET", page, ""), http.StatusOK, "new")
 	}
-	s.want(s.do("GET", first, ""), http.StatusOK, "old")
-	s.want(s.do("GET", first, ""), http.StatusOK, "new")
+	s.want(s.do("GET", page, ""), http.StatusOK, "old")
+	s.want(s.do("GET", page, ""), http.StatusOK, "new")
+}
+
+// TestRequestsShareOneRead sends many requests for one large page while it is read for the first time. A response that was in
+// the cache before must stay there.
+func TestRequestsShareOneRead(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newService(t)
+		for range 100 {
+			s.add(strings.Repeat("🐶", 255), 7, "sold")
+		}
+		var read atomic.Int64 // animals
+		var sending, answered sync.WaitGroup
+		s.onRead(func() error {
+			if read.Add(1) == 2 {
+				sending.Wait()
+			}
+			return nil
+		})
+		time.Sleep(time.Second) // until the service has found the last change
+		s.want(s.do("GET", "/v1/pets/1", ""), http.StatusOK, "")
+		sending.Add(100)
+		for range 100 {
+			answered.Go(func() {
+				sending.Done()
+				s.want(s.do("GET", "/v1/pets?limit=100", ""), http.StatusOK, `"id":100`)
+			})
+		}
+		answered.Wait()
+		s.want(s.do("GET", "/v1/pets/1", ""), http.StatusOK, "")
+		if n := read.Load(); n != 101 {
+			t.Errorf("%d animals were read, want 1 and then 100", n)
+		}
+	})
 }
 
 // TestQueriesReadFewPages counts the pages of a large database that SQLite looks at for a request. A scan or a sort looks at
@@ -2093,12 +2128,12 @@ func TestSettings(t *testing.T) {
 		{"-db _", "", 2, "-db must not be empty"},
 		{"-backup _", "", 2, "-backup must not be empty"},
 		{"-addr _", "", 2, "-addr must not be empty"},
-		{"-addr localhost", "k", 1, "missing port in address; choose another address with -addr"},
-		{"-addr localhost:65536", "k", 1, "invalid port; choose another address with -addr"},
+		{"-addr localhost", "k", 1, "missing port in address"},
+		{"-addr localhost:65536", "k", 1, "invalid port"},
 		{"-tls-cert x", "", 2, "give both or neither"},
 		{"-tls-key x", "", 2, "give both or neither"},
 		{"-tls-cert " + none + " -tls-key " + none, "k", 1, "no such file"},
-		{"-addr " + taken.Addr().String(), "k", 1, "address already in use; choose another address with -addr"},
+		{"-addr " + taken.Addr().String(), "k", 1, "address already in use"},
 		{"-addr " + taken.Addr().String(), "LISTEN_FDS=0", 1, "address already in use"},
 		{"-addr :0", "", 1, "set API_KEYS or -keys"},
 		{"", "API_KEYS= , ", 1, "contain no API key"},
@@ -2111,25 +2146,25 @@ func TestSettings(t *testing.T) {
 		{"-keys " + none + "/keys", "k", 1, `none/keys": open `},
 		{"-keys " + file("comments", "# none\n\n  \r\n"), "", 1, "contain no API key"},
 		{"-keys " + file("listed", "one,tom"), "k", 1, `listed", line 1: an API key must`},
-		{"-db " + dir, "k", 1, "check that it is a file"},
-		{"-db " + fifo, "k", 1, "check that it is a file"},
+		{"-db " + dir, "k", 1, "is it a file"},
+		{"-db " + fifo, "k", 1, "is it a file"},
 		{"-db " + none + "/animals.db", "k", 1, "in an existing folder"},
-		{"-db /proc/animals.db", "k", 1, "that this user may write both"},
+		{"-db /proc/animals.db", "k", 1, "may this user write both"},
 		{"-db " + none + "/a~b", "k", 1, "/a\\nb"},
 		{"-db " + moved, "k", 1, `moved-wal" is the write-ahead log of one`},
 		{"-db " + emptied, "k", 1, `emptied-wal" is the write-ahead log of one`},
 		{"-db " + database("dump", schema+"PRAGMA application_id = 0"), "k", 1, "its application_id is not 1348826227"},
-		{"-db " + file("text", "some text"), "k", 1, "not a database of this service"},
-		{"-db " + file("long-text", strings.Repeat("some text ", 100)), "k", 1, "file is not a database"},
+		{"-db " + file("text", "some text"), "k", 1, "file is not a database"},
+		{"-db " + file("short-text", "\n"), "k", 1, "not a database of this service"},
 		{"-db " + database("foreign-wal", "PRAGMA journal_mode = WAL; CREATE TABLE t (x)"), "k", 1, "not a database of this service"},
 		{"-db " + database("newer", schema+"PRAGMA user_version = 2"), "k", 1, "a newer version"},
 		{"-db " + database("newer", schema+"PRAGMA user_version = 2") + " -backup " + none, "", 1, "a newer version"},
-		{"-backup " + none, "", 1, "no such file"},
-		{"-db " + file("short", "some text") + " -backup " + none, "", 1, "no database"},
+		{"-backup " + none, "", 1, "unable to open database file"},
+		{"-db " + file("short", "\n") + " -backup " + none, "", 1, "not a database of this service"},
 		{"-db " + database("foreign-too", "CREATE TABLE t (x)") + " -backup " + none, "", 1, "not a database of this service"},
 		{"-db " + database("fine", schema) + " -backup " + file("exists", ""), "", 1, "exists already"},
 		{"-db " + database("fine", schema) + " -backup " + dangling, "", 1, "exists already"},
-		{"-db " + database("fine", schema) + " -backup " + none + "/copy", "", 1, `none/copy": open `},
+		{"-db " + database("fine", schema) + " -backup " + none + "/copy", "", 1, `none/copy.`},
 	} {
 		var args []string
 		for _, arg := range strings.Fields(c.args) {
@@ -2374,16 +2409,21 @@ func FuzzListPets(f *testing.F) {
 func BenchmarkRequests(b *testing.B) {
 	const animal = `{"name":"Rex the dog","categoryId":7,"status":"available"}`
 	for _, c := range []struct {
-		name, method, target, body string // %d stands for a random number up to 100,000
-		connections                int
+		name, target string // %d stands for a random number up to 100,000
+		creates      int    // how many of 100 requests add an animal
+		key          string // Idempotency-Key, with a number behind it
+		connections  int
 	}{
-		{"add, 64 connections", "POST", "/v1/pets", animal, 64},
-		{"add, 1 connection", "POST", "/v1/pets", animal, 1},
-		{"list, first page", "GET", "/v1/pets", "", 32},
-		{"list, first page of a status", "GET", "/v1/pets?status=sold", "", 32},
-		{"fetch, one animal", "GET", "/v1/pets/77", "", 32},
-		{"list, any page", "GET", "/v1/pets?after=%d", "", 32},
-		{"fetch, any animal", "GET", "/v1/pets/%d", "", 32},
+		{"add, 64 connections", "", 100, "", 64},
+		{"add, 1 connection", "", 100, "", 1},
+		{"add with Idempotency-Key, 64 connections", "", 100, "key-", 64},
+		{"add with Idempotency-Key, 1 connection", "", 100, "key-", 1},
+		{"list, first page", "/v1/pets", 0, "", 32},
+		{"list, first page of a status", "/v1/pets?status=sold", 0, "", 32},
+		{"fetch, one animal", "/v1/pets/77", 0, "", 32},
+		{"list, any page", "/v1/pets?after=%d", 0, "", 32},
+		{"fetch, any animal", "/v1/pets/%d", 0, "", 32},
+		{"list, first page, and 1 of 10 adds, 1000 connections", "/v1/pets", 10, "", 1000},
 	} {
 		b.Run(c.name, func(b *testing.B) {
 			s := newService(b)
@@ -2394,14 +2434,21 @@ func BenchmarkRequests(b *testing.B) {
 			defer ts.Close()
 			client := &http.Client{Transport: &http.Transport{MaxConnsPerHost: c.connections, MaxIdleConnsPerHost: c.connections}}
 			defer client.CloseIdleConnections()
-			b.SetParallelism(64 / runtime.GOMAXPROCS(0))
+			var keys atomic.Int64
+			b.SetParallelism(max(64, c.connections) / runtime.GOMAXPROCS(0))
 			b.ReportAllocs()
 			b.ResetTimer()
 			b.RunParallel(func(pb *testing.PB) {
 				for pb.Next() {
-					target := strings.Replace(c.target, "%d", strconv.Itoa(1+rand.Intn(100000)), 1)
-					if status, text, err := send(client, c.method, ts.URL+target, c.body); err != nil || status >= 300 {
-						b.Errorf("%s %s = %d %s, %v", c.method, target, status, text, err)
+					method, target, body, headers := "GET", strings.Replace(c.target, "%d", strconv.Itoa(1+rand.Intn(100000)), 1), "", []string(nil)
+					if rand.Intn(100) < c.creates {
+						method, target, body = "POST", "/v1/pets", animal
+						if c.key != "" {
+							headers = []string{fmt.Sprint("Idempotency-Key: ", c.key, keys.Add(1))}
+						}
+					}
+					if status, text, err := send(client, method, ts.URL+target, body, headers...); err != nil || status >= 300 {
+						b.Errorf("%s %s = %d %s, %v", method, target, status, text, err)
 					}
 				}
 			})

@@ -24,7 +24,6 @@ const (
 	watchInterval = 250 * time.Millisecond // between checks for commits of other programs, which must show within 1 s
 	keyLifetime   = 24 * 60 * 60           // seconds for which an idempotency key is remembered
 	maxIdleWAL    = 64 << 20               // bytes to which SQLite truncates the write-ahead log when it is not needed
-	minDatabase   = 512                    // bytes; SQLite takes a smaller file for an empty database, and overwrites it
 
 	applicationID = 0x50657473 // PRAGMA application_id: "Pets", the mark of this service's databases
 
@@ -33,9 +32,14 @@ const (
 	schemaVersion = 1
 )
 
+// advice is for the operator, behind an error of SQLite.
+const advice = "is it a file in an existing folder, may this user write both, has the disk room, and has no other program locked it? " +
+	"If it is damaged, restore a backup"
+
 // schema creates what is missing of the tables. The CHECK constraints apply to manual edits, too. (SQLite checks three ORs
 // faster than an IN.)
 var schema = fmt.Sprintf(`
+PRAGMA journal_mode = WAL;
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS pets (
 	id INTEGER PRIMARY KEY AUTOINCREMENT CHECK (id > 0), -- AUTOINCREMENT: no id is used twice
@@ -111,8 +115,9 @@ type store struct {
 	path    string      // absolute
 	file    os.FileInfo // the file at path when it was opened
 	readers *sql.DB
-	writer  *sql.DB // one connection, so that its statements form one transaction
-	watcher *sql.DB // one connection, which sees the commits of all others
+	reading chan struct{} // holds a value for each of the readers in use
+	writer  *sql.DB       // one connection, so that its statements form one transaction
+	watcher *sql.DB       // one connection, which sees the commits of all others
 
 	selectPage, selectPageByStatus, selectPet                       *sql.Stmt // of readers
 	begin, commit, insertPet, selectKey, insertKey, deleteStaleKeys *sql.Stmt // of writer
@@ -121,7 +126,7 @@ type store struct {
 	joining   sync.Mutex // guards gathering
 	gathering *batch     // the batch that a creation can join, or nil
 
-	changes atomic.Int64  // see version
+	changes atomic.Int64  // grows with every commit: of this process, before it is acknowledged; of others, within watchInterval
 	closing chan struct{} // ends watch
 }
 
@@ -129,25 +134,26 @@ type store struct {
 func openStore(path string) (s *store, isNew bool, err error) {
 	info, err := os.Stat(path)
 	isNew = err != nil || info.Size() == 0
-	if !isNew && info.Size() < minDatabase {
+	if !isNew && info.Size() == 1 { // SQLite would take it for an empty database, and overwrite it
 		return nil, false, errors.New("not a database of this service")
 	}
 	if log, err := os.Stat(path + "-wal"); isNew && err == nil && log.Size() > 0 {
 		return nil, false, fmt.Errorf("there is no database, but %q is the write-ahead log of one and may hold animals; "+
 			"put that database back, or delete the log to begin a new one", path+"-wal")
 	}
+	readers := max(4, runtime.GOMAXPROCS(0))
 	s = &store{
 		path:    path,
-		readers: openPool(path, "ro", max(4, runtime.GOMAXPROCS(0))),
+		readers: openPool(path, "ro", readers),
+		reading: make(chan struct{}, readers),
 		writer:  openPool(path, "rwc", 1, "synchronous(FULL)", "fullfsync(ON)", fmt.Sprintf("journal_size_limit(%d)", maxIdleWAL)),
 		watcher: openPool(path, "ro", 1),
 		closing: make(chan struct{}),
 	}
 	if err := s.open(); err != nil {
-		s.watcher.Close()
 		s.readers.Close()
 		s.writer.Close()
-		return nil, false, explain(err)
+		return nil, false, err
 	}
 	go s.watch()
 	return s, isNew, nil
@@ -155,18 +161,11 @@ func openStore(path string) (s *store, isNew bool, err error) {
 
 // open creates what is missing of the tables, and prepares the statements.
 func (s *store) open() error {
-	if err := checkDatabase(s.writer); err != nil {
+	if err := checkDatabase(s.writer, true); err != nil {
 		return err
 	}
-	var mode string
-	if err := s.writer.QueryRow("PRAGMA journal_mode = WAL").Scan(&mode); err != nil {
-		return err
-	}
-	if mode != "wal" {
-		return fmt.Errorf("its file system does not support a write-ahead log (journal mode %s)", mode)
-	}
-	if _, err := s.writer.Exec(schema); err != nil { // also fails if the database may only be read
-		return err
+	if _, err := s.writer.Exec(schema); err != nil { // it also fails if the database may only be read
+		return fmt.Errorf("%w (%s)", err, advice)
 	}
 	file, err := os.Stat(s.path)
 	s.file = file
@@ -222,6 +221,8 @@ func (s *store) list(p page) (pets []pet, more bool, err error) {
 	if p.status != "" {
 		statement, args = s.selectPageByStatus, append([]any{p.status}, args...)
 	}
+	s.reading <- struct{}{} // first come, first served: database/sql would let some wait for very long
+	defer func() { <-s.reading }()
 	rows, err := statement.Query(args...)
 	if err != nil {
 		return nil, false, dbError(err)
@@ -242,6 +243,8 @@ func (s *store) list(p page) (pets []pet, more bool, err error) {
 
 // get returns the animal with the given id, or errNotFound.
 func (s *store) get(id int64) (pet, error) {
+	s.reading <- struct{}{} // as in list
+	defer func() { <-s.reading }()
 	var p pet
 	err := s.selectPet.QueryRow(id).Scan(p.columns()...)
 	if errors.Is(err, sql.ErrNoRows) {
@@ -306,13 +309,13 @@ func (s *store) transact(b *batch) error {
 			withKey++
 		}
 	}
-	if withKey > 0 { // twice as many expired keys as there may be new ones, so that none stays for ever
-		if _, err := s.deleteStaleKeys.Exec(now-keyLifetime, 2*withKey); err != nil {
-			return dbError(err)
-		}
+	if withKey > 0 { // delete twice as many as may be new, so that none stays for ever
+		_, err = s.deleteStaleKeys.Exec(now-keyLifetime, 2*withKey)
 	}
-	_, err = s.commit.Exec()
-	s.changes.Add(1) // even after an error: the animals may be on disk
+	if err == nil {
+		_, err = s.commit.Exec()
+		s.changes.Add(1) // even after an error: the animals may be on disk
+	}
 	return dbError(err)
 }
 
@@ -354,10 +357,6 @@ func (s *store) inPlace() error {
 	return nil
 }
 
-// version returns a number that grows with every commit: of this process, before it is acknowledged; of other programs,
-// within watchInterval. It also grows if there may have been a commit.
-func (s *store) version() int64 { return s.changes.Load() }
-
 // watch looks for commits of other programs until the store is closed.
 func (s *store) watch() {
 	last := int64(-1)
@@ -382,17 +381,16 @@ func copyDatabase(ctx context.Context, path, target string) error {
 	db := openPool(path, "rw", 1)
 	defer db.Close()
 	defer os.Remove(target + "-journal") // SQLite leaves one if the disk is full
-	err := checkDatabase(db)
-	if err == nil {
-		_, err = db.ExecContext(ctx, "VACUUM INTO ?", target)
+	if err := checkDatabase(db, false); err != nil {
+		return err
 	}
-	if err != nil {
-		return explain(err)
+	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", target); err != nil {
+		return fmt.Errorf("%w (%s)", err, advice)
 	}
 	written := openPool(target, "rw", 1) // on a read-only connection, integrity_check would skip the CHECK constraints
 	defer written.Close()
 	var result string
-	err = written.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result)
+	err := written.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result)
 	if err == nil && result != "ok" {
 		err = fmt.Errorf("the copy is damaged, and so may be the database: %s", result)
 	}
@@ -412,29 +410,21 @@ func openPool(file, mode string, size int, pragmas ...string) *sql.DB {
 	return db
 }
 
-// checkDatabase refuses the database of another program, and that of a newer version of this service.
-func checkDatabase(db *sql.DB) error {
+// checkDatabase refuses the database of another program, that of a newer version of this service, and, unless orEmpty, one
+// without tables.
+func checkDatabase(db *sql.DB, orEmpty bool) error {
 	var id, version, objects int
 	err := db.QueryRow(`SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
 		FROM pragma_application_id, pragma_user_version`).Scan(&id, &version, &objects)
 	switch {
 	case err != nil:
-		return err
-	case id != applicationID && objects > 0:
+		return fmt.Errorf("%w (%s)", err, advice)
+	case id != applicationID && (objects > 0 || !orEmpty):
 		return fmt.Errorf("not a database of this service: its application_id is not %d", applicationID)
 	case version > schemaVersion:
 		return errors.New("a newer version of this service has written it; run that version")
 	}
 	return nil
-}
-
-// explain adds to an error of SQLite what an operator can do about it.
-func explain(err error) error {
-	if sqliteCode(err) == 0 {
-		return err
-	}
-	return fmt.Errorf("%w; check that it is a file in an existing folder, that this user may write both, that the disk is not full, and "+
-		"that no other program has locked the database; if it is damaged, restore a backup", err)
 }
 
 // dbError wraps err in errUnavailable if it is an SQLite error that may be temporary and after which nothing is stored.
