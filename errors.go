@@ -34,11 +34,11 @@ func newError(status int, format string, args ...any) *apiError {
 	return &apiError{Code: errorCodes[status], Message: fmt.Sprintf(format, args...), Status: status}
 }
 
-// Errors of the store that are shown to the client. After errUnavailable nothing is stored.
+// Errors of the store that are shown to the client. After errUnavailable the call has stored nothing.
 var (
 	errNotFound    = newError(http.StatusNotFound, "there is no animal with this id")
 	errKeyReused   = newError(http.StatusUnprocessableEntity, "this Idempotency-Key was used for another animal")
-	errUnavailable = newError(http.StatusServiceUnavailable, "the store is not available; try again")
+	errUnavailable = newError(http.StatusServiceUnavailable, "the database is unavailable; try again")
 )
 
 // faults collects everything that is wrong with a request, so that the client can fix it all at once.

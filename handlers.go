@@ -192,7 +192,7 @@ func readBody(c *call, r *http.Request) ([]byte, error) {
 	case tooLarge:
 		return nil, newError(http.StatusRequestEntityTooLarge, "the request body is larger than %d bytes", maxBody)
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		return nil, newError(http.StatusRequestTimeout, "the request body did not arrive in time")
+		return nil, newError(http.StatusRequestTimeout, "the request did not arrive within 10 seconds")
 	case err != nil:
 		return nil, newError(http.StatusBadRequest, "the request body could not be read to its end")
 	}

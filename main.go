@@ -1,4 +1,4 @@
-// Animalstore keeps a store's catalogue of animals and serves it over HTTP as JSON.
+// Animalstore keeps the catalogue of animals of a shop and serves it as JSON over HTTP.
 package main
 
 import (

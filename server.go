@@ -34,8 +34,8 @@ type server struct {
 	keys     keys
 	log      *slog.Logger
 	mux      *http.ServeMux
-	cache    atomic.Pointer[generation]
-	draining atomic.Bool // set by a stop: every response closes its connection
+	cache    atomic.Pointer[generation] // the latest one
+	draining atomic.Bool                // set by a stop: every response closes its connection
 }
 
 // newServer returns the service on an open store.
@@ -135,14 +135,14 @@ type response struct {
 	link string // the Link header, "" for none
 }
 
-// generation is the content of the cache: responses to GET requests, read at this version of the store or later.
+// generation is the content of the cache: responses to GET requests, all read at this version of the database or later.
 type generation struct {
-	version   int64
+	version   int64        // store.changes
 	size      atomic.Int64 // bytes that the responses take, roughly
 	responses sync.Map     // from URL to a func() (response, error) that reads the response when it is first called
 }
 
-// cached answers with what read returns. All requests for a URL share one read until the store changes. The generation is
+// cached answers with what read returns. All requests for a URL share one read until the database changes. The generation is
 // chosen before the read begins, so an outdated response can only be in an outdated generation.
 func (s *server) cached(read func(r *http.Request) (response, error)) handler {
 	return func(c *call, r *http.Request) error {

@@ -427,7 +427,7 @@ func checkDatabase(db *sql.DB, orEmpty bool) error {
 	return nil
 }
 
-// dbError wraps err in errUnavailable if it is an SQLite error that may be temporary and after which nothing is stored.
+// dbError wraps err in errUnavailable if it is an error of SQLite that may be temporary and after which nothing is stored.
 func dbError(err error) error {
 	switch sqliteCode(err) {
 	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY:
