@@ -122,7 +122,8 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 		return err
 	}
 	defer ln.Close()
-	if tcp, ok := ln.Addr().(*net.TCPAddr); len(k) == 0 && (!ok || !tcp.IP.IsLoopback()) {
+	host, _, _ := net.SplitHostPort(ln.Addr().String()) // "" if the socket is none of TCP
+	if len(k) == 0 && !net.ParseIP(host).IsLoopback() {
 		return errors.New("set API_KEYS or -keys: without a key the service listens on a loopback address only, such as 127.0.0.1")
 	}
 	scheme := "http://"

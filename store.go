@@ -32,10 +32,6 @@ const (
 	schemaVersion = 1
 )
 
-// advice is for the operator, behind an error of SQLite.
-const advice = "is it a file in an existing folder, may this user write both, has the disk room, and has no other program locked it? " +
-	"If it is damaged, restore a backup"
-
 // schema creates what is missing of the tables. The CHECK constraints apply to manual edits, too. (SQLite checks three ORs
 // faster than an IN.)
 var schema = fmt.Sprintf(`
@@ -153,7 +149,7 @@ func openStore(path string) (s *store, isNew bool, err error) {
 	if err := s.open(); err != nil {
 		s.readers.Close()
 		s.writer.Close()
-		return nil, false, err
+		return nil, false, explain(err)
 	}
 	go s.watch()
 	return s, isNew, nil
@@ -165,7 +161,7 @@ func (s *store) open() error {
 		return err
 	}
 	if _, err := s.writer.Exec(schema); err != nil { // it also fails if the database may only be read
-		return fmt.Errorf("%w (%s)", err, advice)
+		return err
 	}
 	file, err := os.Stat(s.path)
 	s.file = file
@@ -382,10 +378,10 @@ func copyDatabase(ctx context.Context, path, target string) error {
 	defer db.Close()
 	defer os.Remove(target + "-journal") // SQLite leaves one if the disk is full
 	if err := checkDatabase(db, false); err != nil {
-		return err
+		return explain(err)
 	}
 	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", target); err != nil {
-		return fmt.Errorf("%w (%s)", err, advice)
+		return explain(err)
 	}
 	written := openPool(target, "rw", 1) // on a read-only connection, integrity_check would skip the CHECK constraints
 	defer written.Close()
@@ -418,13 +414,22 @@ func checkDatabase(db *sql.DB, orEmpty bool) error {
 		FROM pragma_application_id, pragma_user_version`).Scan(&id, &version, &objects)
 	switch {
 	case err != nil:
-		return fmt.Errorf("%w (%s)", err, advice)
+		return err
 	case id != applicationID && (objects > 0 || !orEmpty):
 		return fmt.Errorf("not a database of this service: its application_id is not %d", applicationID)
 	case version > schemaVersion:
 		return errors.New("a newer version of this service has written it; run that version")
 	}
 	return nil
+}
+
+// explain adds to an error of SQLite what an operator can check.
+func explain(err error) error {
+	if sqliteCode(err) == 0 {
+		return err
+	}
+	return fmt.Errorf("%w (is it a file in an existing folder, may this user write both, has the disk room, and has no other "+
+		"program locked it? If it is damaged, restore a backup)", err)
 }
 
 // dbError wraps err in errUnavailable if it is an error of SQLite that may be temporary and after which nothing is stored.
