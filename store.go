@@ -27,13 +27,13 @@ const (
 
 	applicationID = 0x50657473 // PRAGMA application_id: "Pets", the mark of this service's databases
 
-	// schemaVersion is the PRAGMA user_version of the schema below. Raise it with every change of the schema, and make
-	// store.open bring databases of the earlier versions up to date before it executes the schema, which sets the version.
+	// schemaVersion is the PRAGMA user_version of the schema below; that of a new database is 0. Raise it with every change
+	// of the schema, and make store.open change the tables of earlier versions, in the transaction that sets user_version.
 	schemaVersion = 1
 )
 
-// schema creates what is missing of the tables. The CHECK constraints apply to manual edits, too. (SQLite checks three ORs
-// faster than an IN.)
+// schema creates the tables, unless another process has just done so. The CHECK constraints apply to manual edits, too.
+// (SQLite checks three ORs faster than an IN.)
 var schema = fmt.Sprintf(`
 PRAGMA journal_mode = WAL;
 BEGIN IMMEDIATE;
@@ -155,16 +155,20 @@ func openStore(path string) (s *store, isNew bool, err error) {
 	return s, isNew, nil
 }
 
-// open creates what is missing of the tables, and prepares the statements.
+// open creates the tables of a new database, and prepares the statements.
 func (s *store) open() error {
-	if err := checkDatabase(s.writer, true); err != nil {
+	version, err := checkDatabase(s.writer, true)
+	if err != nil {
 		return err
 	}
-	if _, err := s.writer.Exec(schema); err != nil { // it also fails if the database may only be read
+	statements := "PRAGMA journal_mode = WAL; BEGIN IMMEDIATE; COMMIT" // fail if the database may only be read
+	if version < schemaVersion {
+		statements = schema
+	}
+	if _, err := s.writer.Exec(statements); err != nil {
 		return err
 	}
-	file, err := os.Stat(s.path)
-	s.file = file
+	s.file, err = os.Stat(s.path)
 	prepare := func(db *sql.DB, query string) (statement *sql.Stmt) {
 		if err == nil {
 			statement, err = db.Prepare(query)
@@ -249,10 +253,9 @@ func (s *store) get(id int64) (pet, error) {
 	return p, dbError(err)
 }
 
-// create stores p and returns it, with its id, once it is safely on disk. If the caller has used the idempotency key within
-// keyLifetime, it stores nothing: it returns the first result with replayed true, or errKeyReused if p differs. A key of ""
-// is none. After errUnavailable it has stored nothing; after any other error p may or may not be stored. It takes no
-// context: a client that disconnects must not leave that in doubt.
+// create stores p and returns it, with its id, once it is on disk. If the caller has used the idempotency key, unless it is "",
+// within keyLifetime, create returns the first result with replayed true, or errKeyReused if p differs. After errUnavailable it
+// has stored nothing; after any other error it may have. It takes no context: a client that disconnects must not add doubt.
 func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, err error) {
 	c := &creation{newPet: p, caller: who, key: key}
 	s.joining.Lock()
@@ -371,13 +374,12 @@ func (s *store) watch() {
 	}
 }
 
-// copyDatabase writes a consistent copy of the database at path, which may be in use, to the empty file target, and
-// verifies it.
+// copyDatabase writes a copy of the database at path, which may be in use, to the empty file target, and verifies it.
 func copyDatabase(ctx context.Context, path, target string) error {
 	db := openPool(path, "rw", 1)
 	defer db.Close()
 	defer os.Remove(target + "-journal") // SQLite leaves one if the disk is full
-	if err := checkDatabase(db, false); err != nil {
+	if _, err := checkDatabase(db, false); err != nil {
 		return explain(err)
 	}
 	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", target); err != nil {
@@ -406,21 +408,21 @@ func openPool(file, mode string, size int, pragmas ...string) *sql.DB {
 	return db
 }
 
-// checkDatabase refuses the database of another program, that of a newer version of this service, and, unless orEmpty, one
-// without tables.
-func checkDatabase(db *sql.DB, orEmpty bool) error {
-	var id, version, objects int
-	err := db.QueryRow(`SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
+// checkDatabase returns the schema version of a database. It refuses that of another program, that of a newer version of this
+// service, and, unless orEmpty, one without tables.
+func checkDatabase(db *sql.DB, orEmpty bool) (version int, err error) {
+	var id, objects int
+	err = db.QueryRow(`SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
 		FROM pragma_application_id, pragma_user_version`).Scan(&id, &version, &objects)
 	switch {
 	case err != nil:
-		return err
+		return 0, err
 	case id != applicationID && (objects > 0 || !orEmpty):
-		return fmt.Errorf("not a database of this service: its application_id is not %d", applicationID)
+		return 0, fmt.Errorf("not a database of this service: its application_id is not %d", applicationID)
 	case version > schemaVersion:
-		return errors.New("a newer version of this service has written it; run that version")
+		return 0, errors.New("a newer version of this service has written it; run that version")
 	}
-	return nil
+	return version, nil
 }
 
 // explain adds to an error of SQLite what an operator can check.
