@@ -283,8 +283,8 @@ func unquote(value []byte) (s string) {
 	return s
 }
 
-// parseName returns the name in a JSON value, and whether it is valid. U+FFFD is not: encoding/json puts it in the place of
-// an unpaired surrogate, as others do with what they cannot decode, and a lost character must not be stored as if it was sent.
+// parseName returns the name in a JSON value, and whether it is valid. U+FFFD is not: encoding/json replaces an unpaired
+// surrogate by it, as other programs replace what they cannot decode, and a name that has lost a character is not stored.
 func parseName(value []byte) (name string, ok bool) {
 	name = unquote(value)
 	blank := strings.TrimSpace(name) == ""

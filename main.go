@@ -122,7 +122,7 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 		return err
 	}
 	defer ln.Close()
-	host, _, _ := net.SplitHostPort(ln.Addr().String()) // "" if the socket is none of TCP
+	host, _, _ := net.SplitHostPort(ln.Addr().String()) // "" if it is not a TCP socket
 	if len(k) == 0 && !net.ParseIP(host).IsLoopback() {
 		return errors.New("set API_KEYS or -keys: without a key the service listens on a loopback address only, such as 127.0.0.1")
 	}
@@ -166,7 +166,7 @@ func backup(ctx context.Context, path, target string) error {
 		return err
 	}
 	defer os.Remove(temp.Name())
-	if err := cmp.Or(copyDatabase(ctx, path, temp.Name()), temp.Sync(), temp.Close()); err != nil {
+	if err := cmp.Or(copyDatabase(ctx, path, temp.Name()), temp.Sync(), temp.Close()); err != nil { // calls all three
 		return err
 	}
 	return os.Rename(temp.Name(), target)

@@ -135,9 +135,9 @@ type response struct {
 	link string // the Link header, "" for none
 }
 
-// generation is the content of the cache: responses to GET requests, all read at this version of the database or later.
+// generation is the content of the cache: responses to GET requests, each read when store.changes was version or later.
 type generation struct {
-	version   int64        // store.changes
+	version   int64
 	size      atomic.Int64 // bytes that the responses take, roughly
 	responses sync.Map     // from URL to a func() (response, error) that reads the response when it is first called
 }
@@ -160,11 +160,11 @@ func (s *server) cached(read func(r *http.Request) (response, error)) handler {
 				defer func() {
 					if err != nil {
 						g.responses.Delete(url) // the next request reads again
+					} else {
+						g.size.Add(int64(len(url) + len(resp.body) + 300)) // 300 for the entry itself
 					}
 				}()
-				resp, err = read(r)
-				g.size.Add(int64(len(url) + len(resp.body) + 300)) // 300 for the entry itself
-				return resp, err
+				return read(r)
 			}))
 		}
 		resp, err := shared.(func() (response, error))()
@@ -183,7 +183,7 @@ func (s *server) cached(read func(r *http.Request) (response, error)) handler {
 func (c *call) send(status int, body []byte) {
 	c.status, c.size = status, len(body)
 	c.Header().Set("Content-Length", strconv.Itoa(len(body)))
-	if c.unread || c.server.draining.Load() { // without this, net/http would read an unread body before it sends anything
+	if c.unread || c.server.draining.Load() { // net/http would otherwise read an unread body before it sends anything
 		c.Header().Set("Connection", "close")
 	}
 	c.WriteHeader(status)
@@ -259,7 +259,7 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 		Handler:                      s,
 		ReadHeaderTimeout:            5 * time.Second,
 		ReadTimeout:                  10 * time.Second, // for the whole request
-		WriteTimeout:                 20 * time.Second, // from the end of the header: 10 s for the body, 5 s for a lock, 5 s more
+		WriteTimeout:                 20 * time.Second, // from the end of the header: 10 s for the body, 5 s for a lock, 5 s to send
 		IdleTimeout:                  75 * time.Second, // longer than the 60 s of common proxies, so that they close first
 		MaxHeaderBytes:               12 << 10,         // net/http allows 4 KiB more, which makes 16 KiB
 		DisableGeneralOptionsHandler: true,             // OPTIONS * needs a key like everything else

@@ -43,8 +43,7 @@ CREATE TABLE IF NOT EXISTS pets (
 	category_id INTEGER NOT NULL,
 	status TEXT NOT NULL DEFAULT 'available' CHECK (status = 'available' OR status = 'pending' OR status = 'sold')
 ) STRICT;
--- All columns, so that a list by status is read from the index alone.
-CREATE INDEX IF NOT EXISTS pets_by_status ON pets (status, id, name, category_id);
+CREATE INDEX IF NOT EXISTS pets_by_status ON pets (status, id, name, category_id); -- a covering index
 
 CREATE TABLE IF NOT EXISTS idempotency_keys ( -- with the animal of the first response
 	caller BLOB NOT NULL,       -- SHA-256 sum of the API key
@@ -149,6 +148,7 @@ func openStore(path string) (s *store, isNew bool, err error) {
 	if err := s.open(); err != nil {
 		s.readers.Close()
 		s.writer.Close()
+		s.watcher.Close()
 		return nil, false, explain(err)
 	}
 	go s.watch()
@@ -161,7 +161,7 @@ func (s *store) open() error {
 	if err != nil {
 		return err
 	}
-	statements := "PRAGMA journal_mode = WAL; BEGIN IMMEDIATE; COMMIT" // fail if the database may only be read
+	statements := "PRAGMA journal_mode = WAL; BEGIN IMMEDIATE; COMMIT" // report a read-only or locked database now
 	if version < schemaVersion {
 		statements = schema
 	}
@@ -193,8 +193,8 @@ func (s *store) open() error {
 
 // close waits for a transaction in progress and closes the database. The store must not be used afterwards.
 func (s *store) close() error {
-	s.writing.Lock()        // and never unlocks it
-	s.closing <- struct{}{} // waits for a look in progress
+	s.writing.Lock()        // for good: nothing may be written any more
+	s.closing <- struct{}{} // waits for a query of watch
 	s.watcher.Close()
 	s.readers.Close() // before the writer: the last connection removes the write-ahead log, if it may write
 	if s.inPlace() == nil {
@@ -308,7 +308,7 @@ func (s *store) transact(b *batch) error {
 			withKey++
 		}
 	}
-	if withKey > 0 { // delete twice as many as may be new, so that none stays for ever
+	if withKey > 0 { // delete twice as many as may be new, so that they cannot pile up
 		_, err = s.deleteStaleKeys.Exec(now-keyLifetime, 2*withKey)
 	}
 	if err == nil {
@@ -409,7 +409,7 @@ func openPool(file, mode string, size int, pragmas ...string) *sql.DB {
 }
 
 // checkDatabase returns the schema version of a database. It refuses that of another program, that of a newer version of this
-// service, and, unless orEmpty, one without tables.
+// service, and, unless orEmpty, an empty one.
 func checkDatabase(db *sql.DB, orEmpty bool) (version int, err error) {
 	var id, objects int
 	err = db.QueryRow(`SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
@@ -417,7 +417,7 @@ func checkDatabase(db *sql.DB, orEmpty bool) (version int, err error) {
 	switch {
 	case err != nil:
 		return 0, err
-	case id != applicationID && (objects > 0 || !orEmpty):
+	case id != applicationID && (id != 0 || version != 0 || objects > 0 || !orEmpty):
 		return 0, fmt.Errorf("not a database of this service: its application_id is not %d", applicationID)
 	case version > schemaVersion:
 		return 0, errors.New("a newer version of this service has written it; run that version")
