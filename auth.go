@@ -32,8 +32,7 @@ func loadKeys(lookupEnv func(string) (string, bool), file string) (keys, error) 
 		if err != nil {
 			return nil, fmt.Errorf("-keys %q: %w", file, err)
 		}
-		text := strings.TrimPrefix(string(content), "\ufeff") // a byte order mark, from Windows editors
-		for i, line := range strings.Split(text, "\n") {
+		for i, line := range strings.Split(strings.TrimPrefix(string(content), "\ufeff"), "\n") { // a byte order mark
 			if strings.HasPrefix(strings.TrimSpace(line), "#") {
 				continue
 			}

@@ -24,12 +24,11 @@ const (
 	maxName           = 255      // characters
 	maxIdempotencyKey = 255      // bytes
 	maxBody           = 64 << 10 // bytes
+	statusRule        = "status must be available, pending or sold"
 )
 
 // petStatuses are the values of PetStatus.
 var petStatuses = []string{"available", "pending", "sold"}
-
-const statusRule = "status must be available, pending or sold"
 
 // listPets reads a page of animals for GET /v1/pets, with a Link to the next page if there is one (RFC 8288).
 func (s *server) listPets(r *http.Request) (response, error) {

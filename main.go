@@ -188,7 +188,7 @@ func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, e
 }
 
 // logWriter is an io.Writer that never blocks, so that a stalled log cannot hold up a request: a goroutine does the
-// writing. Lines that find the queue full are dropped, and their number is logged later.
+// writing. Lines that find the queue full are dropped, and their number is logged with a later line.
 type logWriter struct {
 	lines   chan []byte // nil ends the goroutine
 	dropped atomic.Int64

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"runtime/debug"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -24,11 +25,10 @@ const (
 	watchInterval = 250 * time.Millisecond // between checks for commits of other programs, which must show within 1 s
 	keyLifetime   = 24 * 60 * 60           // seconds for which an idempotency key is remembered
 	maxIdleWAL    = 64 << 20               // bytes to which SQLite truncates the write-ahead log when it is not needed
+	applicationID = 0x50657473             // PRAGMA application_id: "Pets", the mark of this service's databases
 
-	applicationID = 0x50657473 // PRAGMA application_id: "Pets", the mark of this service's databases
-
-	// schemaVersion is the PRAGMA user_version of the schema below; that of a new database is 0. Raise it with every change
-	// of the schema, and make store.open change the tables of earlier versions, in the transaction that sets user_version.
+	// schemaVersion is the PRAGMA user_version of the schema below; that of a new database is 0. Raise it with every change of
+	// the schema, and make store.open read it again, and change earlier tables, in the transaction that sets user_version.
 	schemaVersion = 1
 )
 
@@ -56,7 +56,6 @@ CREATE TABLE IF NOT EXISTS idempotency_keys ( -- with the animal of the first re
 	PRIMARY KEY (caller, key)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS idempotency_keys_by_age ON idempotency_keys (created);
-
 PRAGMA application_id = %d;
 PRAGMA user_version = %d;
 COMMIT;`, applicationID, schemaVersion)
@@ -74,7 +73,7 @@ type pet struct {
 	newPet
 }
 
-// columns returns the Scan destinations for the columns that every SELECT below returns.
+// columns returns the Scan destinations for the columns of an animal that a SELECT returns.
 func (p *pet) columns() []any { return []any{&p.ID, &p.Name, &p.CategoryID, &p.Status} }
 
 // page selects the animals to list.
@@ -148,7 +147,6 @@ func openStore(path string) (s *store, isNew bool, err error) {
 	if err := s.open(); err != nil {
 		s.readers.Close()
 		s.writer.Close()
-		s.watcher.Close()
 		return nil, false, explain(err)
 	}
 	go s.watch()
@@ -253,15 +251,15 @@ func (s *store) get(id int64) (pet, error) {
 	return p, dbError(err)
 }
 
-// create stores p and returns it, with its id, once it is on disk. If the caller has used the idempotency key, unless it is "",
-// within keyLifetime, create returns the first result with replayed true, or errKeyReused if p differs. After errUnavailable it
-// has stored nothing; after any other error it may have. It takes no context: a client that disconnects must not add doubt.
+// create stores p and returns it, with its id, once it is on disk. If the caller used the idempotency key (unless it is "") within
+// keyLifetime, it returns the first result with replayed true, or errKeyReused if p differs. It stores nothing after errKeyReused
+// or errUnavailable, and may store p after another error. It takes no context: a client that disconnects must not add doubt.
 func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, err error) {
 	c := &creation{newPet: p, caller: who, key: key}
 	s.joining.Lock()
 	first := s.gathering == nil
 	if first {
-		s.gathering = &batch{done: make(chan struct{}), err: errors.New("the write ended in a panic")} // write replaces err
+		s.gathering = &batch{done: make(chan struct{})}
 	}
 	b := s.gathering
 	b.creations = append(b.creations, c)
@@ -273,17 +271,21 @@ func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, 
 	return c.stored, c.replayed, cmp.Or(b.err, c.err)
 }
 
-// write stores the batch b, sets its results and closes b.done.
+// write stores the batch b, sets its results and closes b.done. A panic ends the program, although net/http would go on: the
+// writer would stay locked, and nobody knows what is on disk.
 func (s *store) write(b *batch) {
 	s.writing.Lock()
 	defer s.writing.Unlock()
 	defer func() {
-		if b.err != nil {
-			s.writer.Exec("ROLLBACK") // fails, harmlessly, if no transaction is open
+		if p := recover(); p != nil {
+			go panic(fmt.Sprintf("%v\n%s", p, debug.Stack()))
 		}
-		close(b.done)
 	}()
 	b.err = s.transact(b)
+	if b.err != nil {
+		s.writer.Exec("ROLLBACK") // fails, harmlessly, if no transaction is open
+	}
+	close(b.done)
 }
 
 // transact stores the batch b in one transaction, which may still be open after an error. Creations can join b until the
