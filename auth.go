@@ -12,8 +12,8 @@ import (
 // caller identifies a client by the SHA-256 sum of its API key. The key itself is not kept. The zero caller is nobody.
 type caller [sha256.Size]byte
 
-// keys holds the callers whose API keys are valid. How long a lookup takes tells an attacker nothing: it depends on the
-// sum, which nobody can choose.
+// keys holds the callers whose API keys are valid. Lookup times do not help an attacker: they depend on the
+// sum, which a client cannot choose.
 type keys map[caller]bool
 
 // loadKeys returns the API keys in the environment variable API_KEYS (comma-separated) and in the file (one per line; lines
@@ -52,7 +52,7 @@ func loadKeys(lookupEnv func(string) (string, bool), file string) (keys, error) 
 func (k keys) add(key string) error {
 	key = strings.TrimSpace(key)
 	if !isVisibleASCII(key) || strings.Contains(key, ",") {
-		return errors.New("an API key must consist of visible ASCII characters, without spaces and commas")
+		return errors.New("an API key must consist of visible ASCII characters, without spaces or commas")
 	}
 	if key != "" {
 		k[sha256.Sum256([]byte(key))] = true

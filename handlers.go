@@ -48,7 +48,7 @@ func (s *server) listPets(r *http.Request) (response, error) {
 	return response{encode(pets), link}, nil
 }
 
-// createPet answers POST /v1/pets: it stores the animal in the body, and answers with the animal and its id.
+// createPet answers POST /v1/pets: it stores the animal that the body describes, and answers with it and its id.
 func (s *server) createPet(c *call, r *http.Request) error {
 	if err := checkContentType(r.Header["Content-Type"]); err != nil {
 		return err
@@ -158,7 +158,7 @@ func parseInt(s string) (int64, bool) {
 	return n, err == nil && strconv.FormatInt(n, 10) == s
 }
 
-// checkContentType refuses a Content-Type other than application/json. There may be none.
+// checkContentType accepts one Content-Type of application/json, or no such header.
 func checkContentType(values []string) error {
 	if values == nil {
 		return nil
@@ -217,7 +217,7 @@ func parseNewPet(body []byte) (newPet, error) {
 		switch name {
 		case "name":
 			p.Name, ok = parseName(value)
-			f.check(ok, "name must be a string of 1 to %d characters, not all white space, without U+0000, U+FFFD and unpaired surrogates", maxName)
+			f.check(ok, "name must be a string of 1 to %d characters, not all white space, without U+0000, U+FFFD or unpaired surrogates", maxName)
 		case "categoryId":
 			p.CategoryID, ok = parseInt(string(value))
 			f.check(ok, "categoryId must be an integer from -9223372036854775808 to 9223372036854775807, with no fraction, exponent or quotes")
@@ -235,7 +235,7 @@ func parseNewPet(body []byte) (newPet, error) {
 
 // split returns the names and values of the members of the JSON object in body as raw JSON: name, value, name, value. An
 // empty object has one empty part. The error is a 400. A json.Decoder would add a tenth to the CPU time of a create.
-// encoding/json/v2, stable since Go 1.27, does all that parseNewPet does; it comes when go.mod requires that version.
+// encoding/json/v2, stable since Go 1.27, can replace it once go.mod requires that version.
 func split(body []byte) (parts [][]byte, err error) {
 	if !utf8.Valid(body) {
 		return nil, newError(http.StatusBadRequest, "the body must be UTF-8")
@@ -282,8 +282,8 @@ func unquote(value []byte) (s string) {
 	return s
 }
 
-// parseName returns the name in a JSON value, and whether it is valid. U+FFFD is not: encoding/json replaces an unpaired
-// surrogate by it, as other programs replace what they cannot decode, and a name that has lost a character is not stored.
+// parseName returns the name in a JSON value, and whether it is valid. U+FFFD makes it invalid: encoding/json puts
+// it for an unpaired surrogate, and other programs for what they cannot decode, so the name has lost a character.
 func parseName(value []byte) (name string, ok bool) {
 	name = unquote(value)
 	blank := strings.TrimSpace(name) == ""

@@ -111,7 +111,7 @@ func buildVersion() string {
 	return info.Main.Version + " " + info.GoVersion
 }
 
-// serve runs the service until ctx is cancelled. It checks all settings before it touches the database.
+// serve runs the service until ctx is cancelled. It checks the other settings before it opens the database.
 func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool), log *slog.Logger) error {
 	k, err := loadKeys(lookupEnv, c.keysFile)
 	if err != nil {
@@ -159,7 +159,7 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 // name once it is verified and on disk; after an error before that, nothing of it is left.
 func backup(ctx context.Context, path, target string) error {
 	if _, err := os.Lstat(target); err == nil {
-		return errors.New("this file exists already; name a new one")
+		return errors.New("the copy exists already; name a new file")
 	}
 	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
 	if err != nil {

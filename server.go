@@ -81,7 +81,7 @@ type call struct {
 	caller caller // nobody until the key is accepted
 	status int    // of the response, 0 until it is sent
 	size   int    // of the body of the response, in bytes
-	err    error  // that the response reports, or nil
+	err    error  // of the handler, or nil
 }
 
 // Headers of every response, and those that every response of the deprecated operation adds.
@@ -142,8 +142,8 @@ type generation struct {
 	responses sync.Map     // from URL to a func() (response, error) that reads the response when it is first called
 }
 
-// cached answers with what read returns. All requests for a URL share one read until the database changes. The generation is
-// chosen before the read begins, so an outdated response can only be in an outdated generation.
+// cached answers with what read returns. Requests for a URL share one read until a change, an error or a full cache. The
+// generation is chosen before the read begins, so an outdated response can only be in an outdated generation.
 func (s *server) cached(read func(r *http.Request) (response, error)) handler {
 	return func(c *call, r *http.Request) error {
 		url, version := r.URL.RequestURI(), s.store.changes.Load()
@@ -203,7 +203,7 @@ func encode(v any) []byte {
 func (c *call) finish(r *http.Request) {
 	if p := recover(); p != nil {
 		if c.status != 0 || p == http.ErrAbortHandler {
-			panic(p) // there can be no other response: net/http logs the panic and closes the connection
+			panic(p) // net/http closes the connection, and logs the panic unless it is ErrAbortHandler
 		}
 		c.err = fmt.Errorf("panic: %v\n%s", p, debug.Stack())
 	}
@@ -253,7 +253,7 @@ func (c *call) log(r *http.Request) {
 	c.server.log.Handler().Handle(context.Background(), line)
 }
 
-// serve serves requests from ln until ctx is cancelled, and then finishes those in progress.
+// serve serves requests from ln until ctx is cancelled, and then gives those in progress 5 s.
 func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	srv := &http.Server{
 		Handler:                      s,
@@ -262,7 +262,7 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 		WriteTimeout:                 20 * time.Second, // from the end of the header: 10 s for the body, 5 s for a lock, 5 s to send
 		IdleTimeout:                  75 * time.Second, // longer than the 60 s of common proxies, so that they close first
 		MaxHeaderBytes:               12 << 10,         // net/http allows 4 KiB more, which makes 16 KiB
-		DisableGeneralOptionsHandler: true,             // OPTIONS * needs a key like everything else
+		DisableGeneralOptionsHandler: true,             // so that OPTIONS * gets 401 without a key
 		ErrorLog:                     slog.NewLogLogger(s.log.Handler(), slog.LevelWarn),
 	}
 	failed := make(chan error, 1)

@@ -64,7 +64,7 @@ var connections = struct {
 	to map[string][]sqlite.ExecQuerierContext
 }{to: map[string][]sqlite.ExecQuerierContext{}}
 
-// callbacks maps the path of a database file to the func() error that the SQL function call calls with this argument.
+// callbacks maps the path of a database file to the func() error that the SQL expression call(path) runs.
 var callbacks sync.Map
 
 // watchSQLite makes the driver fill connections and call callbacks.
@@ -531,7 +531,7 @@ func TestCreatePetKeepsWhatWasSent(t *testing.T) {
 
 func TestCreatePetRefusesInvalidBodies(t *testing.T) {
 	s := parallel(t)
-	const nameRule = "name must be a string of 1 to 255 characters, not all white space, without U+0000, U+FFFD and unpaired surrogates"
+	const nameRule = "name must be a string of 1 to 255 characters, not all white space, without U+0000, U+FFFD or unpaired surrogates"
 	for body, words := range map[string]string{
 		"":                                       "one JSON object",
 		"null":                                   "one JSON object",
@@ -1124,7 +1124,7 @@ func TestDatabaseThatCannotBeWritten(t *testing.T) {
 	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k"), 500, "internal")
 }
 
-// TestReadThatFails fails on the second animal of a page. Then a read uses the only open connection, and the database is moved,
+// TestReadThatFails has a read fail at its second animal. Then a read uses the only open connection, and the database is moved,
 // so that no other connection can be opened.
 func TestReadThatFails(t *testing.T) {
 	s := parallel(t)
@@ -1200,7 +1200,7 @@ func TestStopAfterAMove(t *testing.T) {
 	}{
 		"replaced":                          {true, false, "other last"},
 		"moved":                             {false, false, "last"},
-		"moved while another program reads": {false, true, "last"}, // which prevents that the log is emptied
+		"moved while another program reads": {false, true, "last"}, // so the log cannot be emptied
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -1326,7 +1326,7 @@ func TestCacheIsNeverBehindAnAcknowledgedWrite(t *testing.T) {
 		return 0
 	})
 	connections.Unlock()
-	for i := range 20 { // the service may find one change by itself meanwhile, as it finds edits
+	for i := range 20 { // repeated, because watch may happen to notice a change
 		name := fmt.Sprint("animal ", i)
 		list()
 		if s.add(name, 7, "sold"); !strings.Contains(list(), name) {
@@ -1363,7 +1363,7 @@ func TestCacheStaysSmall(t *testing.T) {
 	runtime.KeepAlive(s)
 }
 
-// TestChangeDuringARead has the database change while a page is read. That read serves nobody who asks after the change.
+// TestChangeDuringARead has the database change while a page is read. Requests after the change must not share it.
 func TestChangeDuringARead(t *testing.T) {
 	s := parallel(t)
 	s.add("old", 7, "sold")

@@ -27,13 +27,13 @@ const (
 	maxIdleWAL    = 64 << 20               // bytes to which SQLite truncates the write-ahead log when it is not needed
 	applicationID = 0x50657473             // PRAGMA application_id: "Pets", the mark of this service's databases
 
-	// schemaVersion is the PRAGMA user_version of the schema below; that of a new database is 0. Raise it with every change of
-	// the schema, and make store.open read it again, and change earlier tables, in the transaction that sets user_version.
+	// schemaVersion is the PRAGMA user_version of the schema below; a new database has 0. Raise it with every change of the
+	// schema, and make store.open read user_version again and migrate older tables in the transaction that sets it.
 	schemaVersion = 1
 )
 
 // schema creates the tables, unless another process has just done so. The CHECK constraints apply to manual edits, too.
-// (SQLite checks three ORs faster than an IN.)
+// (SQLite checks ORs faster than an IN here.)
 var schema = fmt.Sprintf(`
 PRAGMA journal_mode = WAL;
 BEGIN IMMEDIATE;
@@ -133,7 +133,7 @@ func openStore(path string) (s *store, isNew bool, err error) {
 	}
 	if log, err := os.Stat(path + "-wal"); isNew && err == nil && log.Size() > 0 {
 		return nil, false, fmt.Errorf("there is no database, but %q is the write-ahead log of one and may hold animals; "+
-			"put that database back, or delete the log to begin a new one", path+"-wal")
+			"put that database back, or delete the log to start with an empty one", path+"-wal")
 	}
 	readers := max(4, runtime.GOMAXPROCS(0))
 	s = &store{
@@ -153,7 +153,7 @@ func openStore(path string) (s *store, isNew bool, err error) {
 	return s, isNew, nil
 }
 
-// open creates the tables of a new database, and prepares the statements.
+// open checks the database, creates the tables of a new one, and prepares the statements.
 func (s *store) open() error {
 	version, err := checkDatabase(s.writer, true)
 	if err != nil {
@@ -202,11 +202,11 @@ func (s *store) close() error {
 	var busy, frames, copied int
 	err := s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
 	if busy > 0 {
-		err = errors.New("another program is reading")
+		err = errors.New("another program uses it")
 	}
 	if err != nil {
 		err = fmt.Errorf("%q was moved, deleted or replaced, and its write-ahead log, %q, holds animals and could not be emptied: %w; "+
-			"end all programs that use the database, and move the log to its new place", s.path, s.path+"-wal", err)
+			"end all programs that use the database, and move the log beside it, under its name with -wal", s.path, s.path+"-wal", err)
 	}
 	s.writer.Close()
 	return err
@@ -219,7 +219,7 @@ func (s *store) list(p page) (pets []pet, more bool, err error) {
 	if p.status != "" {
 		statement, args = s.selectPageByStatus, append([]any{p.status}, args...)
 	}
-	s.reading <- struct{}{} // first come, first served: database/sql would let some wait for very long
+	s.reading <- struct{}{} // first come, first served: database/sql could starve a caller
 	defer func() { <-s.reading }()
 	rows, err := statement.Query(args...)
 	if err != nil {
@@ -251,9 +251,9 @@ func (s *store) get(id int64) (pet, error) {
 	return p, dbError(err)
 }
 
-// create stores p and returns it, with its id, once it is on disk. If the caller used the idempotency key (unless it is "") within
-// keyLifetime, it returns the first result with replayed true, or errKeyReused if p differs. It stores nothing after errKeyReused
-// or errUnavailable, and may store p after another error. It takes no context: a client that disconnects must not add doubt.
+// create stores p and returns it, with its id, once it is on disk. If key is not "" and the caller used it within keyLifetime,
+// create returns the first result with replayed true, or errKeyReused if p differs. After errKeyReused or errUnavailable,
+// nothing was stored; after any other error, p may have been. It takes no context: a disconnect must not interrupt a commit.
 func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, err error) {
 	c := &creation{newPet: p, caller: who, key: key}
 	s.joining.Lock()
@@ -271,8 +271,8 @@ func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, 
 	return c.stored, c.replayed, cmp.Or(b.err, c.err)
 }
 
-// write stores the batch b, sets its results and closes b.done. A panic ends the program, although net/http would go on: the
-// writer would stay locked, and nobody knows what is on disk.
+// write stores the batch b, sets its results and closes b.done. A panic ends the program, although net/http would go on:
+// the writer would stay in use, and what is on disk is unknown.
 func (s *store) write(b *batch) {
 	s.writing.Lock()
 	defer s.writing.Unlock()
@@ -310,7 +310,7 @@ func (s *store) transact(b *batch) error {
 			withKey++
 		}
 	}
-	if withKey > 0 { // delete twice as many as may be new, so that they cannot pile up
+	if withKey > 0 { // two for each key in the batch, so that they cannot pile up
 		_, err = s.deleteStaleKeys.Exec(now-keyLifetime, 2*withKey)
 	}
 	if err == nil {
@@ -392,7 +392,7 @@ func copyDatabase(ctx context.Context, path, target string) error {
 	var result string
 	err := written.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result)
 	if err == nil && result != "ok" {
-		err = fmt.Errorf("the copy is damaged, and so may be the database: %s", result)
+		err = fmt.Errorf("the copy is damaged, and perhaps the database: %s", result)
 	}
 	return err
 }
@@ -427,13 +427,13 @@ func checkDatabase(db *sql.DB, orEmpty bool) (version int, err error) {
 	return version, nil
 }
 
-// explain adds to an error of SQLite what an operator can check.
+// explain adds hints for the operator to an error of SQLite.
 func explain(err error) error {
 	if sqliteCode(err) == 0 {
 		return err
 	}
-	return fmt.Errorf("%w (is it a file in an existing folder, may this user write both, has the disk room, and has no other "+
-		"program locked it? If it is damaged, restore a backup)", err)
+	return fmt.Errorf("%w (is it a file in an existing folder, can this user write to both, is there disk space, and is no other "+
+		"program locking it? If it is damaged, restore a backup)", err)
 }
 
 // dbError wraps err in errUnavailable if it is an error of SQLite that may be temporary and after which nothing is stored.
