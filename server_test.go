@@ -1839,7 +1839,8 @@ func TestSettings(t *testing.T) {
 	file("emptied-wal", "some log")
 	fifo := filepath.Join(t.TempDir(), "fifo")
 	must(t, exec.Command("mkfifo", fifo).Run())
-	newer, fine := ours("newer", "PRAGMA user_version = 2"), ours("fine", "")
+	newer, fine, readOnly := ours("newer", "PRAGMA user_version = 2"), ours("fine", ""), ours("read-only", "")
+	must(t, exec.Command("sh", "-c", `printf '\3' | dd of="$0" bs=1 seek=18 conv=notrunc`, readOnly).Run()) // to a format that SQLite only reads
 	for _, c := range []struct {
 		args   string // separated by spaces; _ stands for an empty argument, ~ for a line break
 		env    string
@@ -1857,11 +1858,9 @@ func TestSettings(t *testing.T) {
 		{"-addr :0", "", 1, "set API_KEYS or -keys"},
 		{"", "API_KEYS=", 1, "contain no API key"},
 		{"", "API_KEYS=one, k # tom", 1, "API_KEYS, item 2: an API key must consist of visible ASCII"},
-		{"", "API_KEYS=one\ntwo", 1, "API_KEYS, item 1: "},
 		{"-keys " + file("spaced", "# none\r\none\r\nk # tom\r\n"), "API_KEYS=k", 1, `spaced", line 3: an API key must`},
 		{"", "LISTEN_FDS=2", 1, "one socket"},
 		{"-keys " + none + "/keys", "API_KEYS=k", 1, `none/keys": open `},
-		{"-keys " + file("comments", "# none\n\n  \r\n"), "", 1, "contain no API key"},
 		{"-keys " + file("listed", "one,tom"), "API_KEYS=k", 1, `listed", line 1: an API key must`},
 		{"-db " + dir, "API_KEYS=k", 1, "is it a file"},
 		{"-db " + fifo, "API_KEYS=k", 1, "is it a file"},
@@ -1877,7 +1876,8 @@ func TestSettings(t *testing.T) {
 		{"-db " + newer, "API_KEYS=k", 1, "a newer version"},
 		{"-db " + newer + " -backup " + none, "", 1, "a newer version"},
 		{"-backup " + none, "", 1, "unable to open database file"},
-		{"-db " + file("empty", "") + " -backup " + none, "", 1, "not a database of this service"},
+		{"-db " + emptied + " -backup " + none, "", 1, "not a database of this service"},
+		{"-db " + readOnly, "API_KEYS=k", 1, "attempt to write a readonly database"},
 		{"-db " + fine + " -backup " + file("exists", ""), "", 1, "exists already"},
 		{"-db " + fine + " -backup " + dangling, "", 1, "exists already"},
 		{"-db " + fine + " -backup " + none + "/copy", "", 1, `none/copy.`},

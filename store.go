@@ -86,9 +86,8 @@ type page struct {
 // creation is an animal waiting to be stored, and then the result.
 type creation struct {
 	newPet
-	caller caller
-	key    string // idempotency key, "" for none
-
+	caller   caller
+	key      string // idempotency key, "" for none
 	stored   pet
 	replayed bool  // stored is from the first response to key
 	err      error // of this creation alone
@@ -101,10 +100,9 @@ type batch struct {
 	err       error         // of the whole batch
 }
 
-// store keeps the animals in an SQLite database in WAL mode. Its methods may be called concurrently.
-//
-// Reads run on a pool of read-only connections. Creations that wait at the same time share one transaction, and so
-// one wait for the disk: the goroutine of the first of them writes them all.
+// store keeps the animals in an SQLite database in WAL mode. Its methods may be called concurrently. Reads run on a pool of
+// read-only connections. Creations that wait at the same time share one transaction, and so one wait for the disk: the
+// goroutine of the first of them writes them all.
 type store struct {
 	path    string      // absolute
 	file    os.FileInfo // the file at path when it was opened
@@ -155,11 +153,11 @@ func openStore(path string) (s *store, isNew bool, err error) {
 
 // open checks the database, creates the tables of a new one, and prepares the statements.
 func (s *store) open() error {
-	version, err := checkDatabase(s.writer, true)
+	version, err := checkDatabase(s.writer)
 	if err != nil {
 		return err
 	}
-	statements := "PRAGMA journal_mode = WAL; BEGIN IMMEDIATE; COMMIT" // report a read-only or locked database now
+	statements := "PRAGMA journal_mode = WAL; DELETE FROM pets WHERE id = 0" // fails if the database is read-only or locked
 	if version < schemaVersion {
 		statements = schema
 	}
@@ -378,10 +376,13 @@ func (s *store) watch() {
 
 // copyDatabase writes a copy of the database at path, which may be in use, to the empty file target, and verifies it.
 func copyDatabase(ctx context.Context, path, target string) error {
+	if info, err := os.Stat(path); err == nil && info.Size() <= 1 { // SQLite would delete its write-ahead log
+		return errors.New("not a database of this service: the file is empty")
+	}
 	db := openPool(path, "rw", 1)
 	defer db.Close()
 	defer os.Remove(target + "-journal") // SQLite leaves one if the disk is full
-	if _, err := checkDatabase(db, false); err != nil {
+	if _, err := checkDatabase(db); err != nil {
 		return explain(err)
 	}
 	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", target); err != nil {
@@ -410,16 +411,15 @@ func openPool(file, mode string, size int, pragmas ...string) *sql.DB {
 	return db
 }
 
-// checkDatabase returns the schema version of a database. It refuses that of another program, that of a newer version of this
-// service, and, unless orEmpty, an empty one.
-func checkDatabase(db *sql.DB, orEmpty bool) (version int, err error) {
+// checkDatabase returns the schema version of a database. It refuses that of another program or of a newer version.
+func checkDatabase(db *sql.DB) (version int, err error) {
 	var id, objects int
 	err = db.QueryRow(`SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
 		FROM pragma_application_id, pragma_user_version`).Scan(&id, &version, &objects)
 	switch {
 	case err != nil:
 		return 0, err
-	case id != applicationID && (id != 0 || version != 0 || objects > 0 || !orEmpty):
+	case id != applicationID && (id != 0 || version != 0 || objects > 0):
 		return 0, fmt.Errorf("not a database of this service: its application_id is not %d", applicationID)
 	case version > schemaVersion:
 		return 0, errors.New("a newer version of this service has written it; run that version")
