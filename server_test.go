@@ -1832,8 +1832,7 @@ func TestSettings(t *testing.T) {
 	}
 	taken := ok(net.Listen("tcp", "127.0.0.1:0"))
 	defer taken.Close()
-	none := filepath.Join(dir, "none")
-	dangling := filepath.Join(dir, "dangling")
+	none, dangling := filepath.Join(dir, "none"), filepath.Join(dir, "dangling")
 	must(t, os.Symlink(none, dangling))
 	moved, emptied := strings.TrimSuffix(file("moved-wal", "some log"), "-wal"), file("emptied", "")
 	file("emptied-wal", "some log")
@@ -1864,6 +1863,7 @@ func TestSettings(t *testing.T) {
 		{"-keys " + file("listed", "one,tom"), "API_KEYS=k", 1, `listed", line 1: an API key must`},
 		{"-db " + dir, "API_KEYS=k", 1, "is it a file"},
 		{"-db " + fifo, "API_KEYS=k", 1, "is it a file"},
+		{"-db " + dangling, "API_KEYS=k", 1, "a link to a file that does not exist"},
 		{"-db " + none + "/animals.db", "API_KEYS=k", 1, "in an existing folder"},
 		{"-keys " + none + "/a~b", "", 1, "/a b: no such"},
 		{"-db " + moved, "API_KEYS=k", 1, `moved-wal" is the write-ahead log of one`},

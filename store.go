@@ -126,8 +126,8 @@ type store struct {
 func openStore(path string) (s *store, isNew bool, err error) {
 	info, err := os.Stat(path)
 	isNew = err != nil || info.Size() == 0
-	if !isNew && info.Size() == 1 { // SQLite would take it for an empty database, and overwrite it
-		return nil, false, errors.New("not a database of this service")
+	if _, missing := os.Lstat(path); err == nil && info.Size() == 1 || err != nil && missing == nil { // SQLite would begin a new database
+		return nil, false, errors.New("not a database of this service, or a link to a file that does not exist")
 	}
 	if log, err := os.Stat(path + "-wal"); isNew && err == nil && log.Size() > 0 {
 		return nil, false, fmt.Errorf("there is no database, but %q is the write-ahead log of one and may hold animals; "+
