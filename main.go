@@ -122,8 +122,7 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 		return err
 	}
 	defer ln.Close()
-	host, _, _ := net.SplitHostPort(ln.Addr().String()) // "" if it is not a TCP socket
-	if len(k) == 0 && !net.ParseIP(host).IsLoopback() {
+	if tcp, ok := ln.Addr().(*net.TCPAddr); len(k) == 0 && (!ok || !tcp.IP.IsLoopback()) {
 		return errors.New("set API_KEYS or -keys: without a key the service listens on a loopback address only, such as 127.0.0.1")
 	}
 	scheme := "http://"

@@ -156,7 +156,7 @@ func (s *server) cached(read func(r *http.Request) (response, error)) handler {
 		if !ok {
 			url = strings.Clone(url) // it may be part of a longer string, which would stay in memory
 			shared, _ = g.responses.LoadOrStore(url, sync.OnceValues(func() (resp response, err error) {
-				err = errors.New("the read ended in a panic") // read replaces err
+				err = errors.New("the read ended in a panic") // for the defer: read replaces err, unless it panics
 				defer func() {
 					if err != nil {
 						g.responses.Delete(url) // the next request reads again

@@ -126,7 +126,7 @@ type store struct {
 func openStore(path string) (s *store, isNew bool, err error) {
 	info, err := os.Stat(path)
 	isNew = err != nil || info.Size() == 0
-	if _, missing := os.Lstat(path); err == nil && info.Size() == 1 || err != nil && missing == nil { // SQLite would begin a new database
+	if entry, _ := os.Lstat(path); err == nil && info.Size() == 1 || err != nil && entry != nil { // SQLite would begin a new database
 		return nil, false, errors.New("not a database of this service, or a link to a file that does not exist")
 	}
 	if log, err := os.Stat(path + "-wal"); isNew && err == nil && log.Size() > 0 {
@@ -308,7 +308,7 @@ func (s *store) transact(b *batch) error {
 			withKey++
 		}
 	}
-	if withKey > 0 { // two for each key in the batch, so that they cannot pile up
+	if withKey > 0 { // two for each key in the batch, so that stale ones cannot pile up
 		_, err = s.deleteStaleKeys.Exec(now-keyLifetime, 2*withKey)
 	}
 	if err == nil {
