@@ -1124,8 +1124,7 @@ func TestDatabaseThatCannotBeWritten(t *testing.T) {
 	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k"), 500, "internal")
 }
 
-// TestReadThatFails has a read fail at its second animal. Then a read uses the only open connection, and the database is moved,
-// so that no other connection can be opened.
+// TestReadThatFails has a read fail at its second animal.
 func TestReadThatFails(t *testing.T) {
 	s := parallel(t)
 	s.add("Rex", 7, "sold")
@@ -1140,21 +1139,6 @@ func TestReadThatFails(t *testing.T) {
 	s.onRead(func() error { return read() })
 	s.want(s.do("GET", "/v1/pets", ""), 500, "internal")
 	s.want(s.do("GET", "/v1/pets", ""), 200, "Tom") // the error is not kept
-	reading, release := make(chan bool), make(chan bool)
-	read = func() error {
-		close(reading)
-		<-release
-		return nil
-	}
-	var first sync.WaitGroup
-	first.Go(func() { s.want(s.do("GET", "/v1/pets?limit=1&after=1", ""), 200, "Tom") })
-	<-reading
-	back := s.moveAway()
-	s.want(s.do("GET", "/v1/pets?limit=2", ""), 503, "unavailable")
-	s.want(s.do("GET", "/v1/pets/2", ""), 503, "unavailable")
-	back()
-	close(release)
-	first.Wait()
 }
 
 // TestConnection tests the settings of the connection on which the service writes.
@@ -1187,6 +1171,56 @@ func TestMovedDatabase(t *testing.T) {
 	}
 	if n := s.sql("SELECT count(*) FROM pets"); n != "2" {
 		t.Errorf("%s animals are stored, want 2", n)
+	}
+}
+
+// TestReadsWhileTheDatabaseIsReplaced reads at once on several connections while another file is in the place of the
+// database, and again when the database is back. None of them may have taken the other file for the database.
+func TestReadsWhileTheDatabaseIsReplaced(t *testing.T) {
+	t.Parallel()
+	for name, replacement := range map[string]string{"an empty file": "", "a copy": "VACUUM INTO"} {
+		t.Run(name, func(t *testing.T) {
+			s := parallel(t)
+			s.add("old", 7, "sold")
+			var read func() error
+			s.onRead(func() error { return read() })
+			readAtOnce := func(limit int, words string) {
+				var begun atomic.Int64
+				all := make(chan bool)
+				read = func() error {
+					if begun.Add(1) == 4 {
+						close(all)
+					}
+					select {
+					case <-all:
+						return nil
+					case <-time.After(5 * time.Second):
+						return errors.New("no other read began")
+					}
+				}
+				var answered sync.WaitGroup
+				for i := range 4 {
+					answered.Go(func() { s.want(s.do("GET", fmt.Sprint("/v1/pets?limit=", limit+i), ""), 200, words) })
+				}
+				answered.Wait()
+			}
+			other := writeFile(t, t.TempDir(), "other.db", "")
+			if replacement != "" {
+				s.sql(replacement+" ?", other)
+			}
+			log := ok(os.Stat(s.db + "-wal"))
+			back := s.moveAway()
+			must(t, os.Rename(other, s.db))
+			readAtOnce(10, "old")
+			back()
+			if now, err := os.Stat(s.db + "-wal"); err != nil || !os.SameFile(log, now) {
+				t.Errorf("the write-ahead log was deleted or replaced (%v)", err)
+			}
+			s.sql("INSERT INTO animals (name, category_id) VALUES ('new', 7)")
+			read = func() error { return nil }
+			eventually(t, "the new animal shows", func() bool { return strings.Contains(s.do("GET", "/v1/pets?limit=10", "").body, "new") })
+			readAtOnce(20, "new")
+		})
 	}
 }
 
@@ -1835,8 +1869,11 @@ func TestSettings(t *testing.T) {
 	defer taken.Close()
 	none, dangling := filepath.Join(dir, "none"), filepath.Join(dir, "dangling")
 	must(t, os.Symlink(none, dangling))
+	loop, linked := filepath.Join(dir, "loop"), filepath.Join(t.TempDir(), "linked")
+	must(t, os.Symlink(loop, loop))
 	moved, emptied := strings.TrimSuffix(file("moved-wal", "some log"), "-wal"), file("emptied", "")
 	file("emptied-wal", "some log")
+	must(t, os.Symlink(emptied, linked))
 	fifo := filepath.Join(t.TempDir(), "fifo")
 	must(t, exec.Command("mkfifo", fifo).Run())
 	newer, fine, readOnly := ours("newer", "PRAGMA user_version = 2"), ours("fine", ""), ours("read-only", "")
@@ -1864,14 +1901,16 @@ func TestSettings(t *testing.T) {
 		{"-keys " + file("listed", "one,tom"), "API_KEYS=k", 1, `listed", line 1: an API key must`},
 		{"-db " + dir, "API_KEYS=k", 1, "is it a file"},
 		{"-db " + fifo, "API_KEYS=k", 1, "is it a file"},
-		{"-db " + dangling, "API_KEYS=k", 1, "a link to a file that does not exist"},
+		{"-db " + dangling, "API_KEYS=k", 1, `dangling": lstat ` + none + ": no such file"},
+		{"-db " + loop, "API_KEYS=k", 1, `loop": EvalSymlinks: too many links`},
 		{"-db " + none + "/animals.db", "API_KEYS=k", 1, "in an existing folder"},
 		{"-keys " + none + "/a~b", "", 1, "/a b: no such"},
 		{"-db " + moved, "API_KEYS=k", 1, `moved-wal" is the write-ahead log of one`},
 		{"-db " + emptied, "API_KEYS=k", 1, `emptied-wal" is the write-ahead log of one`},
+		{"-db " + linked, "API_KEYS=k", 1, `emptied-wal" is the write-ahead log of one`},
 		{"-db " + ours("dump", "PRAGMA application_id = 0"), "API_KEYS=k", 1, "its application_id is not 1348826227"},
 		{"-db " + file("text", "some text"), "API_KEYS=k", 1, "If it is damaged, restore a backup"},
-		{"-db " + file("short-text", "\n"), "API_KEYS=k", 1, "not a database of this service"},
+		{"-db " + file("short-text", "ab"), "API_KEYS=k", 1, "file is not a database"},
 		{"-db " + foreign("foreign-wal", "PRAGMA journal_mode = WAL; CREATE TABLE t (x)"), "API_KEYS=k", 1, "not a database of this service"},
 		{"-db " + foreign("versioned", "PRAGMA user_version = 1"), "API_KEYS=k", 1, "not a database of this service"},
 		{"-db " + newer, "API_KEYS=k", 1, "a newer version"},

@@ -105,6 +105,7 @@ type batch struct {
 // goroutine of the first of them writes them all.
 type store struct {
 	path    string      // absolute
+	logPath string      // of the write-ahead log
 	file    os.FileInfo // the file at path when it was opened
 	readers *sql.DB
 	reading chan struct{} // holds a value for each of the readers in use
@@ -124,18 +125,22 @@ type store struct {
 
 // openStore opens the database at path, which is absolute. If the file is missing or empty (isNew), it creates the database.
 func openStore(path string) (s *store, isNew bool, err error) {
-	info, err := os.Stat(path)
-	isNew = err != nil || info.Size() == 0
-	if entry, _ := os.Lstat(path); err == nil && info.Size() == 1 || err != nil && entry != nil { // SQLite would begin a new database
-		return nil, false, errors.New("not a database of this service, or a link to a file that does not exist")
+	target, err := filepath.EvalSymlinks(path)
+	if entry, _ := os.Lstat(path); err != nil && entry != nil { // a link that cannot be followed
+		return nil, false, err
 	}
-	if log, err := os.Stat(path + "-wal"); isNew && err == nil && log.Size() > 0 {
+	logPath := cmp.Or(target, path) + "-wal" // SQLite keeps the log beside the file that a link leads to
+	log, _ := os.Stat(logPath)               // before the database, which another process may be creating
+	info, err := os.Stat(path)
+	isNew = err != nil || info.Size() <= 1 // SQLite takes a file of one byte for empty
+	if isNew && log != nil && log.Size() > 0 {
 		return nil, false, fmt.Errorf("there is no database, but %q is the write-ahead log of one and may hold animals; "+
-			"put that database back, or delete the log to start with an empty one", path+"-wal")
+			"put that database back, or delete the log to start with an empty one", logPath)
 	}
 	readers := max(4, runtime.GOMAXPROCS(0))
 	s = &store{
 		path:    path,
+		logPath: logPath,
 		readers: openPool(path, "ro", readers),
 		reading: make(chan struct{}, readers),
 		writer:  openPool(path, "rwc", 1, "synchronous(FULL)", "fullfsync(ON)", fmt.Sprintf("journal_size_limit(%d)", maxIdleWAL)),
@@ -143,6 +148,7 @@ func openStore(path string) (s *store, isNew bool, err error) {
 		closing: make(chan struct{}),
 	}
 	if err := s.open(); err != nil {
+		s.watcher.Close()
 		s.readers.Close()
 		s.writer.Close()
 		return nil, false, explain(err)
@@ -151,7 +157,7 @@ func openStore(path string) (s *store, isNew bool, err error) {
 	return s, isNew, nil
 }
 
-// open checks the database, creates the tables of a new one, and prepares the statements.
+// open checks the database, creates the tables of a new one, prepares the statements and opens all connections.
 func (s *store) open() error {
 	version, err := checkDatabase(s.writer)
 	if err != nil {
@@ -184,6 +190,11 @@ func (s *store) open() error {
 		VALUES (?, ?, ?, ?, ?, ?, ?)`)
 	s.deleteStaleKeys = prepare(s.writer, `DELETE FROM idempotency_keys WHERE (caller, key) IN
 		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT ?)`)
+	for _, db := range []*sql.DB{s.readers, s.watcher} {
+		if err == nil {
+			err = openAll(db)
+		}
+	}
 	return err
 }
 
@@ -409,6 +420,22 @@ func openPool(file, mode string, size int, pragmas ...string) *sql.DB {
 	db.SetMaxOpenConns(size)
 	db.SetMaxIdleConns(size)
 	return db
+}
+
+// openAll opens all connections of db, which then stay open: one that was opened later would take whatever is at the path then.
+func openAll(db *sql.DB) error {
+	ctx := context.Background()
+	for range db.Stats().MaxOpenConnections {
+		conn, err := db.Conn(ctx)
+		if err != nil {
+			return err
+		}
+		defer conn.Close()                                                             // gives it back to db, when all are open
+		if _, err := conn.ExecContext(ctx, "SELECT 1 FROM pets LIMIT 1"); err != nil { // SQLite opens the files for the first read
+			return err
+		}
+	}
+	return nil
 }
 
 // checkDatabase returns the schema version of a database. It refuses that of another program or of a newer version.
