@@ -1660,6 +1660,69 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 	}
 }
 
+// TestDeletedLog deletes the write-ahead log of a running program, and adds animals until that is refused. Then another
+// program may edit the database, and the program is killed or stopped.
+func TestDeletedLog(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		wait   bool // until creates are refused
+		edit   bool // by another program, which begins a new log
+		signal syscall.Signal
+		status int
+		words  string // in the log of the program
+		lost   bool   // whether animals may be lost
+	}{
+		"then killed":                          {true, false, syscall.SIGKILL, -1, "the write-ahead log was moved, deleted or replaced", false},
+		"then stopped":                         {true, false, syscall.SIGTERM, 1, "the animals in it were saved", false},
+		"then stopped at once":                 {false, false, syscall.SIGTERM, 1, "the animals in it were saved", false},
+		"then edited and stopped":              {true, true, syscall.SIGTERM, 1, "another program has replaced", false},
+		"then edited and killed":               {true, true, syscall.SIGKILL, -1, "deleted or replaced", false},
+		"then edited at once and then stopped": {false, true, syscall.SIGTERM, 1, "another program has replaced", true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := parallel(t)
+			s.add("first", 7, "sold")
+			must(t, s.close())
+			p := startProcess(t, command(t, execSelf, "-db", s.db))
+			acknowledged := 1
+			add := func() int {
+				status, _, err := send(http.DefaultClient, "POST", p.url+"/v1/pets", rex)
+				if must(t, err); status == 201 {
+					acknowledged++
+				}
+				return status
+			}
+			for range 10 {
+				add()
+			}
+			must(t, os.Remove(s.db+"-wal"))
+			add()
+			if c.wait {
+				eventually(t, "creates are refused", func() bool { return add() == 503 })
+				if status, _, err := send(http.DefaultClient, "GET", p.url+"/healthz", ""); status != 503 {
+					t.Errorf("GET /healthz = %d (%v), want 503", status, err)
+				}
+			}
+			if c.edit {
+				s.sql("CREATE TABLE edit (x)") // reads no page that is in the deleted log
+			}
+			if status, log := p.stop(c.signal); status != c.status || !strings.Contains(log, c.words) {
+				t.Errorf("exit status %d, want %d; log %s", status, c.status, log)
+			}
+			s = openService(t, s.db)
+			if result := s.sql("PRAGMA integrity_check"); result != "ok" {
+				t.Errorf("integrity_check: %s", result)
+			}
+			if n := s.sql("SELECT count(*) FROM pets"); n != strconv.Itoa(acknowledged) && !c.lost {
+				t.Errorf("%s animals are stored, want %d", n, acknowledged)
+			}
+			if edits := s.sql("SELECT count(*) FROM sqlite_schema WHERE name = 'edit'"); edits == "0" && c.edit && !c.lost {
+				t.Error("the edit is lost")
+			}
+		})
+	}
+}
+
 // TestPanicDuringAWrite tests that the program ends: it must not go on with a transaction in an unknown state.
 func TestPanicDuringAWrite(t *testing.T) {
 	s := parallel(t)

@@ -105,8 +105,9 @@ type batch struct {
 // goroutine of the first of them writes them all.
 type store struct {
 	path    string      // absolute
-	logPath string      // of the write-ahead log
 	file    os.FileInfo // the file at path when it was opened
+	logPath string      // of the write-ahead log
+	log     os.FileInfo // the file at logPath when it was opened
 	readers *sql.DB
 	reading chan struct{} // holds a value for each of the readers in use
 	writer  *sql.DB       // one connection, so that its statements form one transaction
@@ -118,6 +119,9 @@ type store struct {
 	writing   sync.Mutex // held during a transaction
 	joining   sync.Mutex // guards gathering
 	gathering *batch     // the batch that a creation can join, or nil
+
+	logGone     atomic.Bool // the log is not at logPath, as checkLog has seen
+	logReplaced bool        // another program has begun a new log; guarded by writing
 
 	changes atomic.Int64  // grows with every commit: of this process, before it is acknowledged; of others, within watchInterval
 	closing chan struct{} // ends watch
@@ -170,7 +174,9 @@ func (s *store) open() error {
 	if _, err := s.writer.Exec(statements); err != nil {
 		return err
 	}
-	s.file, err = os.Stat(s.path)
+	if s.file, err = os.Stat(s.path); err == nil {
+		s.log, err = os.Stat(s.logPath)
+	}
 	prepare := func(db *sql.DB, query string) (statement *sql.Stmt) {
 		if err == nil {
 			statement, err = db.Prepare(query)
@@ -200,25 +206,21 @@ func (s *store) open() error {
 
 // close waits for a transaction in progress and closes the database. The store must not be used afterwards.
 func (s *store) close() error {
+	s.closing <- struct{}{} // waits for watch
 	s.writing.Lock()        // for good: nothing may be written any more
-	s.closing <- struct{}{} // waits for a query of watch
 	s.watcher.Close()
 	s.readers.Close() // before the writer: the last connection removes the write-ahead log, if it may write
-	if s.inPlace() == nil {
-		return s.writer.Close()
+	if err := s.checkLog(); err != nil {
+		return err // and leave the writer open: closing it would empty the log once more
 	}
-	// SQLite would leave the log at path, and then apply it to the next database there.
-	var busy, frames, copied int
-	err := s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
-	if busy > 0 {
-		err = errors.New("another program uses it")
+	var err error
+	if !isFile(s.path, s.file) { // SQLite would leave the log at logPath, and then apply it to the next database there
+		if err = s.emptyLog(); err != nil {
+			err = fmt.Errorf("%q was moved, deleted or replaced, and its write-ahead log, %q, holds animals and could not be emptied: %w; "+
+				"end all programs that use the database, and move the log beside it, under its name with -wal", s.path, s.logPath, err)
+		}
 	}
-	if err != nil {
-		err = fmt.Errorf("%q was moved, deleted or replaced, and its write-ahead log, %q, holds animals and could not be emptied: %w; "+
-			"end all programs that use the database, and move the log beside it, under its name with -wal", s.path, s.path+"-wal", err)
-	}
-	s.writer.Close()
-	return err
+	return cmp.Or(err, s.writer.Close())
 }
 
 // list returns a page of animals, by ascending id, and whether more follow. It takes no context: the query is bounded, and
@@ -358,16 +360,57 @@ func (s *store) insert(c *creation, now int64) error {
 	return err
 }
 
-// inPlace returns errUnavailable unless the database that was opened is still at path. SQLite would go on writing to it
-// wherever it is, even if it was deleted.
+// inPlace returns errUnavailable unless the database that was opened is still at path, with its log beside it. SQLite would
+// go on writing to both wherever they are, even if they were deleted.
 func (s *store) inPlace() error {
-	if now, err := os.Stat(s.path); err != nil || !os.SameFile(s.file, now) {
+	if !isFile(s.path, s.file) {
 		return fmt.Errorf("%w: the database was moved, deleted or replaced; put it back, or restart the service", errUnavailable)
+	}
+	if s.logGone.Load() {
+		return fmt.Errorf("%w: the write-ahead log was moved, deleted or replaced; end all other programs that use the database, "+
+			"and restart the service", errUnavailable)
 	}
 	return nil
 }
 
-// watch looks for commits of other programs until the store is closed.
+// checkLog returns an error if the write-ahead log is no longer beside the database: the next process would not find it. The
+// log is still open, so checkLog saves what it holds in the database. Once another program has begun a new log, it must not:
+// the index of the log, which all programs share, then describes the new one. The caller holds writing.
+func (s *store) checkLog() error {
+	log, err := os.Stat(s.logPath)
+	gone := isFile(s.path, s.file) && (err != nil || !os.SameFile(log, s.log))
+	s.logReplaced = s.logReplaced || gone && err == nil && log.Size() > 0
+	s.logGone.Store(gone || s.logReplaced)
+	switch {
+	case s.logReplaced:
+		return fmt.Errorf("another program has replaced %q; animals that were only in the old one are lost", s.logPath)
+	case gone:
+		if err := s.emptyLog(); err != nil {
+			return fmt.Errorf("%q was moved or deleted, and the animals in it could not be saved in the database: %w", s.logPath, err)
+		}
+		return fmt.Errorf("%q was moved or deleted; the animals in it were saved in the database", s.logPath)
+	}
+	return nil
+}
+
+// emptyLog moves all that the write-ahead log holds to the database.
+func (s *store) emptyLog() error {
+	var busy, frames, copied int
+	err := s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
+	if busy > 0 {
+		err = errors.New("another program uses it")
+	}
+	return err
+}
+
+// isFile reports whether the file at path is the given one.
+func isFile(path string, file os.FileInfo) bool {
+	now, err := os.Stat(path)
+	return err == nil && os.SameFile(file, now)
+}
+
+// watch looks for commits of other programs, and whether the write-ahead log is in its place, until the store is closed. (A
+// look at the log before each commit would slow a lone create by a seventh.)
 func (s *store) watch() {
 	last := int64(-1)
 	for ticks := time.Tick(watchInterval); ; {
@@ -377,6 +420,11 @@ func (s *store) watch() {
 			s.changes.Add(1)
 		}
 		last = seen
+		if s.logGone.Load() || !isFile(s.logPath, s.log) {
+			s.writing.Lock()
+			s.checkLog()
+			s.writing.Unlock()
+		}
 		select {
 		case <-ticks:
 		case <-s.closing:
