@@ -34,14 +34,13 @@ type server struct {
 	keys     keys
 	log      *slog.Logger
 	mux      *http.ServeMux
-	cache    atomic.Pointer[generation] // the latest one
-	draining atomic.Bool                // set by a stop: every response closes its connection
+	cache    cache
+	draining atomic.Bool // set by a stop: every response closes its connection
 }
 
 // newServer returns the service on an open store.
 func newServer(st *store, k keys, log *slog.Logger) *server {
 	s := &server{store: st, keys: k, log: log, mux: http.NewServeMux()}
-	s.cache.Store(&generation{})
 	handle := func(pattern string, h handler) {
 		s.mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) { s.answer(w, r, h) })
 	}
@@ -135,39 +134,40 @@ type response struct {
 	link string // the Link header, "" for none
 }
 
-// generation is the content of the cache: responses to GET requests, each read when store.changes was version or later.
-type generation struct {
-	version   int64
-	size      atomic.Int64 // bytes that the responses take, roughly
-	responses sync.Map     // from URL to a func() (response, error) that reads the response when it is first called
+// cache holds the responses to GET requests since the last change.
+type cache struct {
+	sync.Mutex
+	version   int64                               // of store.changes, loaded before the responses were read
+	size      int                                 // bytes that the responses take, roughly
+	responses map[string]func() (response, error) // by URL; the first call reads the response, and others wait for it
 }
 
-// cached answers with what read returns. Requests for a URL share one read until a change, an error or a full cache. The
-// generation is chosen before the read begins, so an outdated response can only be in an outdated generation.
+// cached answers with what read returns. Requests for a URL share one read until a change, an error or a full cache.
 func (s *server) cached(read func(r *http.Request) (response, error)) handler {
 	return func(c *call, r *http.Request) error {
-		url, version := r.URL.RequestURI(), s.store.changes.Load()
-		g := s.cache.Load()
-		for g.version < version || g.size.Load() > maxCache {
-			s.cache.CompareAndSwap(g, &generation{version: version})
-			g = s.cache.Load()
+		url := r.URL.RequestURI()
+		s.cache.Lock()
+		if version := s.store.changes.Load(); version != s.cache.version || s.cache.size > maxCache || s.cache.responses == nil {
+			s.cache.version, s.cache.size, s.cache.responses = version, 0, map[string]func() (response, error){}
 		}
-		shared, ok := g.responses.Load(url)
-		if !ok {
+		responses := s.cache.responses
+		shared, found := responses[url]
+		if !found {
 			url = strings.Clone(url) // it may be part of a longer string, which would stay in memory
-			shared, _ = g.responses.LoadOrStore(url, sync.OnceValues(func() (resp response, err error) {
-				err = errors.New("the read ended in a panic") // for the defer: read replaces err, unless it panics
-				defer func() {
-					if err != nil {
-						g.responses.Delete(url) // the next request reads again
-					} else {
-						g.size.Add(int64(len(url) + len(resp.body) + 300)) // 300 for the entry itself
-					}
-				}()
-				return read(r)
-			}))
+			shared = sync.OnceValues(func() (response, error) { return read(r) })
+			responses[url] = shared
 		}
-		resp, err := shared.(func() (response, error))()
+		s.cache.Unlock()
+		resp, err := shared()
+		if !found {
+			s.cache.Lock()
+			if err != nil {
+				delete(responses, url) // the next request reads again
+			} else {
+				s.cache.size += len(url) + len(resp.body) + 300 // 300 for the entry itself
+			}
+			s.cache.Unlock()
+		}
 		if err != nil {
 			return err
 		}
@@ -202,9 +202,6 @@ func encode(v any) []byte {
 // finish answers with the error that the handler returned, or with a 500 if it panicked, and logs the request.
 func (c *call) finish(r *http.Request) {
 	if p := recover(); p != nil {
-		if c.status != 0 || p == http.ErrAbortHandler {
-			panic(p) // net/http closes the connection, and logs the panic unless it is ErrAbortHandler
-		}
 		c.err = fmt.Errorf("panic: %v\n%s", p, debug.Stack())
 	}
 	if c.err != nil {

@@ -21,11 +21,11 @@ import (
 )
 
 const (
-	busyTimeout   = 5 * time.Second        // how long to wait for another program's lock
-	watchInterval = 250 * time.Millisecond // between checks for commits of other programs, which must show within 1 s
-	keyLifetime   = 24 * 60 * 60           // seconds for which an idempotency key is remembered
-	maxIdleWAL    = 64 << 20               // bytes to which SQLite truncates the write-ahead log when it is not needed
-	applicationID = 0x50657473             // PRAGMA application_id: "Pets", the mark of this service's databases
+	busyTimeout            = 5 * time.Second        // how long to wait for another program's lock
+	watchInterval          = 250 * time.Millisecond // between checks for commits of other programs, which must show within 1 s
+	idempotencyKeyLifetime = 24 * 60 * 60           // seconds for which an idempotency key is remembered
+	maxIdleWAL             = 64 << 20               // bytes to which SQLite truncates the write-ahead log when it is not needed
+	applicationID          = 0x50657473             // PRAGMA application_id: "Pets", the mark of this service's databases
 
 	// schemaVersion is the PRAGMA user_version of the schema below; a new database has 0. Raise it with every change of the
 	// schema, and make store.open read user_version again and migrate older tables in the transaction that sets it.
@@ -86,11 +86,11 @@ type page struct {
 // creation is an animal waiting to be stored, and then the result.
 type creation struct {
 	newPet
-	caller   caller
-	key      string // idempotency key, "" for none
-	stored   pet
-	replayed bool  // stored is from the first response to key
-	err      error // of this creation alone
+	caller         caller
+	idempotencyKey string // "" for none
+	stored         pet
+	replayed       bool  // stored is from the first response to idempotencyKey
+	err            error // of this creation alone
 }
 
 // batch is a set of creations that share one transaction.
@@ -109,16 +109,17 @@ type store struct {
 	logPath string      // of the write-ahead log
 	log     os.FileInfo // the file at logPath when it was opened
 	readers *sql.DB
-	reading chan struct{} // holds a value for each of the readers in use
-	writer  *sql.DB       // one connection, so that its statements form one transaction
-	watcher *sql.DB       // one connection, which sees the commits of all others
+	writer  *sql.DB // one connection, so that its statements form one transaction
+	watcher *sql.DB // one connection, which sees the commits of all others
 
-	selectPage, selectPageByStatus, selectPet                       *sql.Stmt // of readers
-	begin, commit, insertPet, selectKey, insertKey, deleteStaleKeys *sql.Stmt // of writer
+	selectPage, selectPageByStatus, selectPet                              *sql.Stmt // of readers
+	begin, commit, insertPet                                               *sql.Stmt // of writer
+	selectIdempotencyKey, insertIdempotencyKey, deleteStaleIdempotencyKeys *sql.Stmt // of writer
 
-	writing   sync.Mutex // held during a transaction
-	joining   sync.Mutex // guards gathering
-	gathering *batch     // the batch that a creation can join, or nil
+	readSlots chan struct{} // a semaphore: holds a value for each of the readers in use
+	writing   sync.Mutex    // held during a transaction
+	joining   sync.Mutex    // guards gathering
+	gathering *batch        // the batch that a creation can join, or nil
 
 	logGone     atomic.Bool // the log is not at logPath, as checkLog has seen
 	logReplaced bool        // another program has begun a new log; guarded by writing
@@ -143,13 +144,13 @@ func openStore(path string) (s *store, isNew bool, err error) {
 	}
 	readers := max(4, runtime.GOMAXPROCS(0))
 	s = &store{
-		path:    path,
-		logPath: logPath,
-		readers: openPool(path, "ro", readers),
-		reading: make(chan struct{}, readers),
-		writer:  openPool(path, "rwc", 1, "synchronous(FULL)", "fullfsync(ON)", fmt.Sprintf("journal_size_limit(%d)", maxIdleWAL)),
-		watcher: openPool(path, "ro", 1),
-		closing: make(chan struct{}),
+		path:      path,
+		logPath:   logPath,
+		readers:   openPool(path, "ro", readers),
+		readSlots: make(chan struct{}, readers),
+		writer:    openPool(path, "rwc", 1, "synchronous(FULL)", "fullfsync(ON)", fmt.Sprintf("journal_size_limit(%d)", maxIdleWAL)),
+		watcher:   openPool(path, "ro", 1),
+		closing:   make(chan struct{}),
 	}
 	if err := s.open(); err != nil {
 		s.watcher.Close()
@@ -190,11 +191,11 @@ func (s *store) open() error {
 	s.begin = prepare(s.writer, `BEGIN IMMEDIATE`)
 	s.commit = prepare(s.writer, `COMMIT`)
 	s.insertPet = prepare(s.writer, `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`)
-	s.selectKey = prepare(s.writer, `SELECT id, name, category_id, status FROM idempotency_keys
+	s.selectIdempotencyKey = prepare(s.writer, `SELECT id, name, category_id, status FROM idempotency_keys
 		WHERE caller = ? AND key = ? AND created >= ?`)
-	s.insertKey = prepare(s.writer, `REPLACE INTO idempotency_keys (caller, key, created, id, name, category_id, status)
+	s.insertIdempotencyKey = prepare(s.writer, `REPLACE INTO idempotency_keys (caller, key, created, id, name, category_id, status)
 		VALUES (?, ?, ?, ?, ?, ?, ?)`)
-	s.deleteStaleKeys = prepare(s.writer, `DELETE FROM idempotency_keys WHERE (caller, key) IN
+	s.deleteStaleIdempotencyKeys = prepare(s.writer, `DELETE FROM idempotency_keys WHERE (caller, key) IN
 		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT ?)`)
 	for _, db := range []*sql.DB{s.readers, s.watcher} {
 		if err == nil {
@@ -230,8 +231,9 @@ func (s *store) list(p page) (pets []pet, more bool, err error) {
 	if p.status != "" {
 		statement, args = s.selectPageByStatus, append([]any{p.status}, args...)
 	}
-	s.reading <- struct{}{} // first come, first served: database/sql could starve a caller
-	defer func() { <-s.reading }()
+	s.readSlots <- struct{}{} // first come, first served: database/sql could starve a caller
+	defer func() { <-s.readSlots }()
+	defer crash()
 	rows, err := statement.Query(args...)
 	if err != nil {
 		return nil, false, dbError(err)
@@ -252,8 +254,9 @@ func (s *store) list(p page) (pets []pet, more bool, err error) {
 
 // get returns the animal with the given id, or errNotFound.
 func (s *store) get(id int64) (pet, error) {
-	s.reading <- struct{}{} // as in list
-	defer func() { <-s.reading }()
+	s.readSlots <- struct{}{} // as in list
+	defer func() { <-s.readSlots }()
+	defer crash()
 	var p pet
 	err := s.selectPet.QueryRow(id).Scan(p.columns()...)
 	if errors.Is(err, sql.ErrNoRows) {
@@ -262,11 +265,12 @@ func (s *store) get(id int64) (pet, error) {
 	return p, dbError(err)
 }
 
-// create stores p and returns it, with its id, once it is on disk. If key is not "" and the caller used it within keyLifetime,
-// create returns the first result with replayed true, or errKeyReused if p differs. After errKeyReused or errUnavailable,
-// nothing was stored; after any other error, p may have been. It takes no context: a disconnect must not interrupt a commit.
-func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, err error) {
-	c := &creation{newPet: p, caller: who, key: key}
+// create stores p and returns it, with its id, once it is on disk. If idempotencyKey is not "" and the caller used it within
+// idempotencyKeyLifetime, create returns the first result with replayed true, or errKeyReused if p differs. After errKeyReused
+// or errUnavailable, nothing was stored; after any other error, p may have been. It takes no context: a disconnect must not
+// interrupt a commit.
+func (s *store) create(who caller, idempotencyKey string, p newPet) (_ pet, replayed bool, err error) {
+	c := &creation{newPet: p, caller: who, idempotencyKey: idempotencyKey}
 	s.joining.Lock()
 	first := s.gathering == nil
 	if first {
@@ -282,66 +286,70 @@ func (s *store) create(who caller, key string, p newPet) (_ pet, replayed bool, 
 	return c.stored, c.replayed, cmp.Or(b.err, c.err)
 }
 
-// write stores the batch b, sets its results and closes b.done. A panic ends the program, although net/http would go on:
-// the writer would stay in use, and what is on disk is unknown.
+// write stores the batch b, sets its results and closes b.done.
 func (s *store) write(b *batch) {
 	s.writing.Lock()
 	defer s.writing.Unlock()
-	defer func() {
-		if p := recover(); p != nil {
-			go panic(fmt.Sprintf("%v\n%s", p, debug.Stack()))
-		}
-	}()
-	b.err = s.transact(b)
+	defer crash()
+	_, err := s.begin.Exec() // while this waits for the lock of another program, creations join b
+	s.joining.Lock()
+	s.gathering = nil // the next creation begins a new batch
+	s.joining.Unlock()
+	if err != nil { // whatever it is, nothing is stored
+		b.err = fmt.Errorf("%w: %w", errUnavailable, err)
+	} else {
+		b.err = s.transact(b)
+	}
 	if b.err != nil {
 		s.writer.Exec("ROLLBACK") // fails, harmlessly, if no transaction is open
 	}
 	close(b.done)
 }
 
-// transact stores the batch b in one transaction, which may still be open after an error. Creations can join b until the
-// database is locked for it, or the lock is refused.
+// transact stores the batch b in the open transaction and commits it. After an error the transaction may still be open.
 func (s *store) transact(b *batch) error {
-	_, err := s.begin.Exec()
-	s.joining.Lock()
-	s.gathering = nil
-	s.joining.Unlock()
-	if err != nil { // whatever it is, nothing is stored
-		return fmt.Errorf("%w: %w", errUnavailable, err)
-	}
 	if err := s.inPlace(); err != nil {
 		return err
 	}
-	now, withKey := time.Now().Unix(), 0
+	now, keys := time.Now().Unix(), 0
 	for _, c := range b.creations {
 		if err := s.insert(c, now); err != nil {
 			return dbError(err)
 		}
-		if c.key != "" {
-			withKey++
+		if c.idempotencyKey != "" {
+			keys++
 		}
 	}
-	if withKey > 0 { // two for each key in the batch, so that stale ones cannot pile up
-		_, err = s.deleteStaleKeys.Exec(now-keyLifetime, 2*withKey)
+	if keys > 0 { // delete two for each Idempotency-Key in the batch, so that stale ones cannot pile up
+		if _, err := s.deleteStaleIdempotencyKeys.Exec(now-idempotencyKeyLifetime, 2*keys); err != nil {
+			return dbError(err)
+		}
 	}
-	if err == nil {
-		_, err = s.commit.Exec()
-		s.changes.Add(1) // even after an error: the animals may be on disk
-	}
+	_, err := s.commit.Exec()
+	s.changes.Add(1) // even after an error: the animals may be on disk
 	return dbError(err)
 }
 
-// insert stores c in the open transaction, or finds the first response to its key. now is in Unix seconds. It returns an
-// error that concerns the whole batch; one that concerns c alone is left in c.err.
+// crash, deferred, ends the program if there is a panic: net/http would go on, without the connection in use, and after a
+// write with a transaction in an unknown state.
+func crash() {
+	if p := recover(); p != nil {
+		go panic(fmt.Sprintf("%v\n%s", p, debug.Stack())) // net/http recovers only the panics of its own goroutines
+		select {}
+	}
+}
+
+// insert stores c in the open transaction, or finds the first response to its Idempotency-Key. now is in Unix seconds. It
+// returns an error that concerns the whole batch; one that concerns c alone is left in c.err.
 func (s *store) insert(c *creation, now int64) error {
-	if c.key != "" {
-		err := s.selectKey.QueryRow(c.caller[:], c.key, now-keyLifetime).Scan(c.stored.columns()...)
+	if c.idempotencyKey != "" {
+		err := s.selectIdempotencyKey.QueryRow(c.caller[:], c.idempotencyKey, now-idempotencyKeyLifetime).Scan(c.stored.columns()...)
 		c.replayed = err == nil
 		if c.replayed && c.stored.newPet != c.newPet {
 			c.err = errKeyReused
 		}
 		if !errors.Is(err, sql.ErrNoRows) {
-			return err // nil if the key was found
+			return err // nil if there was a first response
 		}
 	}
 	result, err := s.insertPet.Exec(c.Name, c.CategoryID, c.Status)
@@ -354,8 +362,8 @@ func (s *store) insert(c *creation, now int64) error {
 	}
 	id, _ := result.LastInsertId() // this driver never returns an error here
 	c.stored = pet{id, c.newPet}
-	if c.key != "" {
-		_, err = s.insertKey.Exec(c.caller[:], c.key, now, id, c.Name, c.CategoryID, c.Status)
+	if c.idempotencyKey != "" {
+		_, err = s.insertIdempotencyKey.Exec(c.caller[:], c.idempotencyKey, now, id, c.Name, c.CategoryID, c.Status)
 	}
 	return err
 }
