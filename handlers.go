@@ -83,11 +83,14 @@ func (s *server) getPet(r *http.Request) (response, error) {
 	if !ok {
 		return response{}, errNotFound
 	}
-	found, err := s.store.get(id)
+	pets, _, err := s.store.list(page{after: id - 1, limit: 1})
 	if err != nil {
 		return response{}, err
 	}
-	return response{body: encode(found)}, nil
+	if len(pets) == 0 || pets[0].ID != id {
+		return response{}, errNotFound
+	}
+	return response{body: encode(pets[0])}, nil
 }
 
 // healthz answers GET /healthz: 200 if the database is in its place and can be read, else 503.

@@ -3,7 +3,6 @@ package main
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"crypto/rand"
 	"crypto/tls"
@@ -122,7 +121,8 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 		return err
 	}
 	defer ln.Close()
-	if tcp, ok := ln.Addr().(*net.TCPAddr); len(k) == 0 && (!ok || !tcp.IP.IsLoopback()) {
+	tcp, _ := ln.Addr().(*net.TCPAddr) // nil for a Unix socket
+	if len(k) == 0 && (tcp == nil || !tcp.IP.IsLoopback()) {
 		return errors.New("set API_KEYS or -keys: without a key the service listens on a loopback address only, such as 127.0.0.1")
 	}
 	scheme := "http://"
@@ -154,29 +154,16 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 	return err
 }
 
-// backup writes a consistent copy of the database at path, which may be in use, to the new file target. The copy gets that
-// name once it is verified and on disk; after an error before that, nothing of it is left.
-func backup(ctx context.Context, path, target string) error {
-	if _, err := os.Lstat(target); err == nil {
-		return errors.New("the copy exists already; name a new file")
-	}
-	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
-	if err != nil {
-		return err
-	}
-	defer os.Remove(temp.Name())
-	if err := cmp.Or(copyDatabase(ctx, path, temp.Name()), temp.Sync(), temp.Close()); err != nil { // calls all three
-		return err
-	}
-	return os.Rename(temp.Name(), target)
-}
-
 // listen returns the socket that systemd passes (sd_listen_fds(3)), or else a socket that listens on addr.
 func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, error) {
 	pid, _ := lookupEnv("LISTEN_PID")
 	count, _ := lookupEnv("LISTEN_FDS")
 	if pid != strconv.Itoa(os.Getpid()) || count == "" || count == "0" {
-		return net.Listen("tcp", addr)
+		ln, err := net.Listen("tcp", addr)
+		if err != nil {
+			err = fmt.Errorf("-addr %q: %w", addr, err)
+		}
+		return ln, err
 	}
 	if count != "1" {
 		return nil, fmt.Errorf("LISTEN_FDS is %q: only one socket can be served", count)

@@ -8,12 +8,12 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"maps"
 	"net"
 	"net/http"
 	"path"
+	"runtime"
 	"runtime/debug"
 	"strconv"
 	"strings"
@@ -23,9 +23,8 @@ import (
 )
 
 const (
-	maxUnread = 256 << 10 // bytes of a body that are read after an early response
-	maxLogged = 1 << 10   // bytes of a path or a method in the log
-	maxCache  = 8 << 20   // bytes of cached responses; a full cache starts again empty
+	maxLogged = 1 << 10 // bytes of a path or a method in the log
+	maxCache  = 8 << 20 // bytes of cached responses; a full cache starts again empty
 )
 
 // server is the service as an http.Handler.
@@ -76,10 +75,11 @@ type call struct {
 	server *server
 	start  time.Time
 	id     string // X-Request-Id
+	method string // of the request
 	unread bool   // whether there is a body that has not been read to its end
 	caller caller // nobody until the key is accepted
 	status int    // of the response, 0 until it is sent
-	size   int    // of the body of the response, in bytes
+	size   int    // of the body of the response, in bytes; 0 for HEAD
 	err    error  // of the handler, or nil
 }
 
@@ -99,7 +99,7 @@ var (
 
 // answer answers a request with h, and logs it.
 func (s *server) answer(w http.ResponseWriter, r *http.Request, h handler) {
-	c := &call{ResponseWriter: w, server: s, start: time.Now(), id: rand.Text(), unread: r.ContentLength != 0}
+	c := &call{ResponseWriter: w, server: s, start: time.Now(), id: rand.Text(), method: r.Method, unread: r.ContentLength != 0}
 	maps.Copy(w.Header(), commonHeader)
 	w.Header().Set("X-Request-Id", c.id)
 	defer c.finish(r)
@@ -181,13 +181,16 @@ func (s *server) cached(read func(r *http.Request) (response, error)) handler {
 
 // send sends the response, whose body is JSON.
 func (c *call) send(status int, body []byte) {
-	c.status, c.size = status, len(body)
+	c.status = status
 	c.Header().Set("Content-Length", strconv.Itoa(len(body)))
 	if c.unread || c.server.draining.Load() { // net/http would otherwise read an unread body before it sends anything
 		c.Header().Set("Connection", "close")
 	}
 	c.WriteHeader(status)
-	c.Write(body) // an error means that the client is gone
+	if c.method != http.MethodHead {
+		c.size = len(body)
+		c.Write(body) // an error means that the client is gone
+	}
 }
 
 // encode returns v as JSON and a line break, with <, > and & as they are. v must be of a type that can be encoded.
@@ -216,24 +219,24 @@ func (c *call) finish(r *http.Request) {
 	}
 	c.log(r)
 	if c.unread {
-		// The client may still be sending the body. If the client asked to close the connection, net/http would do
-		// that with data unread, which resets the connection: the client could lose the response.
+		// Many clients read the response only when they have sent the whole body, and lose it if the connection is closed
+		// before. A body that never ends gets its turn with other requests, until ReadTimeout or a stop.
 		http.NewResponseController(c.ResponseWriter).Flush()
-		io.CopyN(io.Discard, r.Body, maxUnread)
+		var err error
+		for buf := make([]byte, 8<<10); err == nil && !c.server.draining.Load(); runtime.Gosched() {
+			_, err = r.Body.Read(buf)
+		}
 	}
 }
 
 // log writes the log line of a request that has been answered. It makes the record itself because slog.Logger would look
 // up the line of the source, which takes a tenth of the time of a GET.
 func (c *call) log(r *http.Request) {
-	if r.Method == http.MethodHead {
-		c.size = 0 // net/http sends no body
-	}
 	line := slog.NewRecord(time.Now(), slog.LevelInfo, "request", 0)
 	line.AddAttrs(
 		slog.String("id", c.id),
 		slog.String("client", r.RemoteAddr),
-		slog.String("method", r.Method[:min(len(r.Method), maxLogged)]),
+		slog.String("method", c.method[:min(len(c.method), maxLogged)]),
 		slog.String("path", r.URL.Path[:min(len(r.URL.Path), maxLogged)]),
 		slog.Int("status", c.status),
 		slog.Int("bytes", c.size),
@@ -272,7 +275,8 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	s.log.Info("stopping", "cause", context.Cause(ctx))
 	s.draining.Store(true)
 	ln.Close()
-	time.Sleep(250 * time.Millisecond) // for requests that are on their way: Shutdown closes idle connections at once
+	// For requests that are on their way: Shutdown closes idle connections at once, and so would SetKeepAlivesEnabled(false).
+	time.Sleep(250 * time.Millisecond)
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
 	defer srv.Close()

@@ -969,8 +969,8 @@ func TestLimits(t *testing.T) {
 			"Host: x\r\nConnection: close\r\n" + length29:                  rex,
 			"Host: x\r\nTransfer-Encoding: chunked\r\n\r\n":                "1\r\nx\r\n0\r\n\r\n",
 			withKey + "Content-Type: text/plain\r\n" + length29:            rex,
-			withKey + "Connection: close\r\nContent-Length: 70000\r\n\r\n": strings.Repeat("x", 70000), // the service reads a part of it
-			"Host: x\r\nContent-Length: 1000000\r\n\r\n":                   strings.Repeat("x", 1000000),
+			withKey + "Connection: close\r\nContent-Length: 70000\r\n\r\n": strings.Repeat("x", 70000), // the service has read a part of it
+			"Host: x\r\nContent-Length: 20000000\r\n\r\n":                  strings.Repeat("x", 20000000),
 		} {
 			start := time.Now()
 			conn := ln.send("POST /v1/pets HTTP/1.1\r\n" + header)
@@ -985,7 +985,7 @@ func TestLimits(t *testing.T) {
 			if a, closes := s.received(conn, "POST", "/v1/pets"); a.status/100 != 4 || !closes || time.Since(start) > 0 {
 				t.Errorf("%q: got %d after %v, Connection: close %v", header, a.status, time.Since(start), closes)
 			}
-			if err := <-sent; (err == nil) != (len(body) < 256<<10) {
+			if err := <-sent; err != nil {
 				t.Errorf("%q: sending the body of %d bytes after the response: %v", header, len(body), err)
 			}
 			conn.Close()
@@ -1222,7 +1222,7 @@ func TestStopAfterAMove(t *testing.T) {
 			}
 			s.pragma("busy_timeout = 0")
 			err := s.close()
-			if (err != nil) != c.reading || err != nil && !strings.Contains(err.Error(), strconv.Quote(db+"-wal")+", holds animals") {
+			if (err != nil) != c.reading || err != nil && !strings.Contains(err.Error(), strconv.Quote(db+"-wal")+", was moved, deleted or replaced, and the log holds animals") {
 				t.Errorf("close returned %v", err)
 			}
 			if c.reading {
@@ -1414,8 +1414,8 @@ func TestRequestsShareOneRead(t *testing.T) {
 		}
 		answered.Wait()
 		s.want(s.do("GET", "/v1/pets/1", ""), 200, "")
-		if n := read.Load(); n != 101 {
-			t.Errorf("%d animals were read, want 1 and then 100", n)
+		if n := read.Load(); n != 102 {
+			t.Errorf("%d animals were read, want 2 and then 100", n)
 		}
 	})
 }
@@ -1635,11 +1635,11 @@ func TestDeletedLog(t *testing.T) {
 		words  string // in the log of the program
 		lost   bool   // whether animals may be lost
 	}{
-		"then killed":                          {true, false, syscall.SIGKILL, -1, "the write-ahead log was moved, deleted or replaced", false},
+		"then killed":                          {true, false, syscall.SIGKILL, -1, "or its write-ahead log was moved, deleted or replaced", false},
 		"then stopped":                         {true, false, syscall.SIGTERM, 1, "the animals in it were saved", false},
 		"then stopped at once":                 {false, false, syscall.SIGTERM, 1, "the animals in it were saved", false},
 		"then edited and stopped":              {true, true, syscall.SIGTERM, 1, "another program has replaced", false},
-		"then edited and killed":               {true, true, syscall.SIGKILL, -1, "deleted or replaced", false},
+		"then edited and killed":               {true, true, syscall.SIGKILL, -1, "or its write-ahead log was moved, deleted or replaced", false},
 		"then edited at once and then stopped": {false, true, syscall.SIGTERM, 1, "another program has replaced", true},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -112,17 +112,16 @@ type store struct {
 	writer  *sql.DB // one connection, so that its statements form one transaction
 	watcher *sql.DB // one connection, which sees the commits of all others
 
-	selectPage, selectPageByStatus, selectPet                              *sql.Stmt // of readers
+	selectPage, selectPageByStatus                                         *sql.Stmt // of readers
 	begin, commit, insertPet                                               *sql.Stmt // of writer
 	selectIdempotencyKey, insertIdempotencyKey, deleteStaleIdempotencyKeys *sql.Stmt // of writer
 
-	readSlots chan struct{} // a semaphore: holds a value for each of the readers in use
-	writing   sync.Mutex    // held during a transaction
-	joining   sync.Mutex    // guards gathering
-	gathering *batch        // the batch that a creation can join, or nil
-
-	logGone     atomic.Bool // the log is not at logPath, as checkLog has seen
-	logReplaced bool        // another program has begun a new log; guarded by writing
+	readSlots   chan struct{} // a semaphore: holds a value for each of the readers in use
+	writing     sync.Mutex    // held during a transaction
+	joining     sync.Mutex    // guards gathering
+	gathering   *batch        // the batch that a creation can join, or nil
+	logGone     atomic.Bool   // the log is not at logPath, as checkLog has seen
+	logReplaced bool          // another program has begun a new log; guarded by writing
 
 	changes atomic.Int64  // grows with every commit: of this process, before it is acknowledged; of others, within watchInterval
 	closing chan struct{} // ends watch
@@ -187,7 +186,6 @@ func (s *store) open() error {
 	s.selectPage = prepare(s.readers, `SELECT id, name, category_id, status FROM pets WHERE id > ? ORDER BY id LIMIT ?`)
 	s.selectPageByStatus = prepare(s.readers, `SELECT id, name, category_id, status FROM pets
 		WHERE status = ? AND id > ? ORDER BY id LIMIT ?`)
-	s.selectPet = prepare(s.readers, `SELECT id, name, category_id, status FROM pets WHERE id = ?`)
 	s.begin = prepare(s.writer, `BEGIN IMMEDIATE`)
 	s.commit = prepare(s.writer, `COMMIT`)
 	s.insertPet = prepare(s.writer, `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`)
@@ -197,31 +195,34 @@ func (s *store) open() error {
 		VALUES (?, ?, ?, ?, ?, ?, ?)`)
 	s.deleteStaleIdempotencyKeys = prepare(s.writer, `DELETE FROM idempotency_keys WHERE (caller, key) IN
 		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT ?)`)
+	if err != nil {
+		return err
+	}
 	for _, db := range []*sql.DB{s.readers, s.watcher} {
-		if err == nil {
-			err = openAll(db)
+		for range db.Stats().MaxOpenConnections { // one that was opened later would take whatever is at path then
+			rows, err := db.Query("SELECT 1 FROM pets LIMIT 1") // SQLite opens the files for the first read
+			if err != nil {
+				return err
+			}
+			defer rows.Close() // and so gives the connection back to db, when all are open
 		}
 	}
-	return err
+	return nil
 }
 
 // close waits for a transaction in progress and closes the database. The store must not be used afterwards.
-func (s *store) close() error {
+func (s *store) close() (err error) {
 	s.closing <- struct{}{} // waits for watch
 	s.writing.Lock()        // for good: nothing may be written any more
 	s.watcher.Close()
 	s.readers.Close() // before the writer: the last connection removes the write-ahead log, if it may write
-	if err := s.checkLog(); err != nil {
-		return err // and leave the writer open: closing it would empty the log once more
+	if err = s.checkLog(); err != nil {
+		return err // with the writer open: closing it would empty the log once more
 	}
-	var err error
 	if !isFile(s.path, s.file) { // SQLite would leave the log at logPath, and then apply it to the next database there
-		if err = s.emptyLog(); err != nil {
-			err = fmt.Errorf("%q was moved, deleted or replaced, and its write-ahead log, %q, holds animals and could not be emptied: %w; "+
-				"end all programs that use the database, and move the log beside it, under its name with -wal", s.path, s.logPath, err)
-		}
+		err = s.emptyLog()
 	}
-	return cmp.Or(err, s.writer.Close())
+	return errors.Join(err, s.writer.Close())
 }
 
 // list returns a page of animals, by ascending id, and whether more follow. It takes no context: the query is bounded, and
@@ -250,19 +251,6 @@ func (s *store) list(p page) (pets []pet, more bool, err error) {
 	}
 	more = len(pets) > p.limit
 	return pets[:min(len(pets), p.limit)], more, dbError(rows.Err())
-}
-
-// get returns the animal with the given id, or errNotFound.
-func (s *store) get(id int64) (pet, error) {
-	s.readSlots <- struct{}{} // as in list
-	defer func() { <-s.readSlots }()
-	defer crash()
-	var p pet
-	err := s.selectPet.QueryRow(id).Scan(p.columns()...)
-	if errors.Is(err, sql.ErrNoRows) {
-		return pet{}, errNotFound
-	}
-	return p, dbError(err)
 }
 
 // create stores p and returns it, with its id, once it is on disk. If idempotencyKey is not "" and the caller used it within
@@ -307,7 +295,7 @@ func (s *store) write(b *batch) {
 }
 
 // transact stores the batch b in the open transaction and commits it. After an error the transaction may still be open.
-func (s *store) transact(b *batch) error {
+func (s *store) transact(b *batch) (err error) {
 	if err := s.inPlace(); err != nil {
 		return err
 	}
@@ -321,21 +309,21 @@ func (s *store) transact(b *batch) error {
 		}
 	}
 	if keys > 0 { // delete two for each Idempotency-Key in the batch, so that stale ones cannot pile up
-		if _, err := s.deleteStaleIdempotencyKeys.Exec(now-idempotencyKeyLifetime, 2*keys); err != nil {
-			return dbError(err)
-		}
+		_, err = s.deleteStaleIdempotencyKeys.Exec(now-idempotencyKeyLifetime, 2*keys)
 	}
-	_, err := s.commit.Exec()
-	s.changes.Add(1) // even after an error: the animals may be on disk
+	if err == nil {
+		_, err = s.commit.Exec()
+		s.changes.Add(1) // even after an error: the animals may be on disk
+	}
 	return dbError(err)
 }
 
-// crash, deferred, ends the program if there is a panic: net/http would go on, without the connection in use, and after a
-// write with a transaction in an unknown state.
+// crash, deferred, ends the program after a panic. net/http would go on, but without the connection in use, and after a write
+// with a transaction in an unknown state. The exit status is the one that Go gives to a panic.
 func crash() {
 	if p := recover(); p != nil {
-		go panic(fmt.Sprintf("%v\n%s", p, debug.Stack())) // net/http recovers only the panics of its own goroutines
-		select {}
+		fmt.Fprintf(os.Stderr, "panic: %v\n%s", p, debug.Stack())
+		os.Exit(2)
 	}
 }
 
@@ -371,12 +359,9 @@ func (s *store) insert(c *creation, now int64) error {
 // inPlace returns errUnavailable unless the database that was opened is still at path, with its log beside it. SQLite would
 // go on writing to both wherever they are, even if they were deleted.
 func (s *store) inPlace() error {
-	if !isFile(s.path, s.file) {
-		return fmt.Errorf("%w: the database was moved, deleted or replaced; put it back, or restart the service", errUnavailable)
-	}
-	if s.logGone.Load() {
-		return fmt.Errorf("%w: the write-ahead log was moved, deleted or replaced; end all other programs that use the database, "+
-			"and restart the service", errUnavailable)
+	if !isFile(s.path, s.file) || s.logGone.Load() {
+		return fmt.Errorf("%w: the database or its write-ahead log was moved, deleted or replaced; put the database back, or end all "+
+			"other programs that use it and restart the service", errUnavailable)
 	}
 	return nil
 }
@@ -393,10 +378,7 @@ func (s *store) checkLog() error {
 	case s.logReplaced:
 		return fmt.Errorf("another program has replaced %q; animals that were only in the old one are lost", s.logPath)
 	case gone:
-		if err := s.emptyLog(); err != nil {
-			return fmt.Errorf("%q was moved or deleted, and the animals in it could not be saved in the database: %w", s.logPath, err)
-		}
-		return fmt.Errorf("%q was moved or deleted; the animals in it were saved in the database", s.logPath)
+		return cmp.Or(s.emptyLog(), fmt.Errorf("%q was moved or deleted; the animals in it were saved in the database", s.logPath))
 	}
 	return nil
 }
@@ -407,6 +389,10 @@ func (s *store) emptyLog() error {
 	err := s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
 	if busy > 0 {
 		err = errors.New("another program uses it")
+	}
+	if err != nil {
+		err = fmt.Errorf("%q or its write-ahead log, %q, was moved, deleted or replaced, and the log holds animals and could not be "+
+			"emptied: %w; end all programs that use the database, and move the log beside it, under its name with -wal", s.path, s.logPath, err)
 	}
 	return err
 }
@@ -441,28 +427,40 @@ func (s *store) watch() {
 	}
 }
 
-// copyDatabase writes a copy of the database at path, which may be in use, to the empty file target, and verifies it.
-func copyDatabase(ctx context.Context, path, target string) error {
+// backup writes a consistent copy of the database at path, which may be in use, to the new file target. The copy gets that
+// name once it is verified and on disk; after an error before that, nothing of it is left.
+func backup(ctx context.Context, path, target string) error {
+	if _, err := os.Lstat(target); err == nil {
+		return errors.New("the copy exists already; name a new file")
+	}
 	if info, err := os.Stat(path); err == nil && info.Size() <= 1 { // SQLite would delete its write-ahead log
 		return errors.New("not a database of this service: the file is empty")
 	}
 	db := openPool(path, "rw", 1)
 	defer db.Close()
-	defer os.Remove(target + "-journal") // SQLite leaves one if the disk is full
 	if _, err := checkDatabase(db); err != nil {
 		return explain(err)
 	}
-	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", target); err != nil {
+	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
+	if err != nil {
+		return err
+	}
+	defer os.Remove(temp.Name())
+	defer os.Remove(temp.Name() + "-journal") // SQLite leaves one if the disk is full
+	defer temp.Close()
+	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", temp.Name()); err != nil {
 		return explain(err)
 	}
-	written := openPool(target, "rw", 1) // on a read-only connection, integrity_check would skip the CHECK constraints
-	defer written.Close()
+	written := openPool(temp.Name(), "rw", 1) // on a read-only connection, integrity_check would skip the CHECK constraints
 	var result string
-	err := written.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result)
+	err = written.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result)
 	if err == nil && result != "ok" {
 		err = fmt.Errorf("the copy is damaged, and perhaps the database: %s", result)
 	}
-	return err
+	if err := errors.Join(err, written.Close(), temp.Sync(), temp.Close()); err != nil {
+		return err
+	}
+	return os.Rename(temp.Name(), target)
 }
 
 // openPool returns a pool of up to size connections to the database in file, whose path is absolute, with SQLite's URI
@@ -476,22 +474,6 @@ func openPool(file, mode string, size int, pragmas ...string) *sql.DB {
 	db.SetMaxOpenConns(size)
 	db.SetMaxIdleConns(size)
 	return db
-}
-
-// openAll opens all connections of db, which then stay open: one that was opened later would take whatever is at the path then.
-func openAll(db *sql.DB) error {
-	ctx := context.Background()
-	for range db.Stats().MaxOpenConnections {
-		conn, err := db.Conn(ctx)
-		if err != nil {
-			return err
-		}
-		defer conn.Close()                                                             // gives it back to db, when all are open
-		if _, err := conn.ExecContext(ctx, "SELECT 1 FROM pets LIMIT 1"); err != nil { // SQLite opens the files for the first read
-			return err
-		}
-	}
-	return nil
 }
 
 // checkDatabase returns the schema version of a database. It refuses that of another program or of a newer version.
