@@ -58,6 +58,744 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
+// testKey and otherKey are the API keys that a service under test accepts.
+const testKey, otherKey = "test-key", "other-key"
+
+// rex is an animal to add.
+const rex = `{"name":"Rex","categoryId":7}`
+
+// service is a whole service on its own database file.
+type service struct {
+	t     testing.TB
+	db    string       // the database file
+	close func() error // closes the database; the end of the test does that, too
+	*server
+}
+
+// parallelService opens a service on a new database, for a test that may run in parallel with others.
+func parallelService(t *testing.T) *service {
+	t.Helper()
+	t.Parallel()
+	return newService(t)
+}
+
+// newService opens a service on a new database. It logs to the test and to logs.
+func newService(t testing.TB, logs ...io.Writer) *service {
+	t.Helper()
+	return openService(t, filepath.Join(t.TempDir(), "animals.db"), logs...)
+}
+
+func openService(t testing.TB, db string, logs ...io.Writer) *service {
+	t.Helper()
+	k := try(loadKeys(lookup(map[string]string{"API_KEYS": testKey + "," + otherKey}), ""))(t)
+	st, _, err := openStore(db)
+	must(t, err)
+	if _, ok := t.(*testing.T); ok { // in benchmarks and fuzz tests there would be too much of it
+		logs = append(logs, t.Output())
+	}
+	s := &service{t: t, db: db, server: newServer(st, k, slog.New(slog.NewTextHandler(io.MultiWriter(logs...), nil)))}
+	s.close = func() error {
+		s.close = func() error { return nil }
+		return st.close()
+	}
+	t.Cleanup(func() { must(t, s.close()) })
+	return s
+}
+
+// reply is a response that has been read.
+type reply struct {
+	request string // method and URL, and the body if there is one
+	status  int
+	header  http.Header
+	body    string
+}
+
+// do sends a request with a valid key and the given headers ("Name: value"; "Authorization:" sends no key), and checks the
+// response against openapi.json.
+func (s *service) do(method, target, body string, headers ...string) reply {
+	s.t.Helper()
+	a := s.doRequest(httptest.NewRequest(method, target, strings.NewReader(body)), headers...)
+	a.request = fmt.Sprintf("%s %.500s", a.request, body)
+	return a
+}
+
+// doRequest does the same with a request made by the caller.
+func (s *service) doRequest(r *http.Request, headers ...string) reply {
+	s.t.Helper()
+	setHeaders(r, headers)
+	w := httptest.NewRecorder()
+	s.ServeHTTP(w, r)
+	return checked(s.t, r, w.Result())
+}
+
+func setHeaders(r *http.Request, headers []string) {
+	if !slices.ContainsFunc(headers, func(h string) bool { return strings.HasPrefix(h, "Authorization:") }) {
+		r.Header.Set("Authorization", "Bearer "+testKey)
+	}
+	for _, h := range headers {
+		name, value, _ := strings.Cut(h, ":")
+		if value = strings.TrimPrefix(value, " "); name != "" && (value != "" || name != "Authorization") {
+			r.Header.Add(name, value)
+		}
+	}
+}
+
+// checked reads a response and checks it against openapi.json and the rules for all responses.
+func checked(t testing.TB, r *http.Request, resp *http.Response) reply {
+	t.Helper()
+	defer resp.Body.Close()
+	body := try(io.ReadAll(resp.Body))(t)
+	if r.Method == "HEAD" {
+		body = nil // net/http would not send it
+	}
+	a := reply{fmt.Sprintf("%.500s %.500s", r.Method, r.URL), resp.StatusCode, resp.Header, string(body)}
+	for _, fault := range contractFaults(r, a) {
+		t.Errorf("%s = %d: %s", a.request, a.status, fault)
+	}
+	return a
+}
+
+// want checks the status of a response, and that its body contains words.
+func (s *service) want(a reply, status int, words string) {
+	s.t.Helper()
+	if a.status != status || !strings.Contains(a.body, words) {
+		s.t.Errorf("%s = %d %s, want %d with %q", a.request, a.status, a.body, status, words)
+	}
+}
+
+// add adds an animal and returns it.
+func (s *service) add(name string, category int64, status string) pet {
+	s.t.Helper()
+	body := try(json.Marshal(newPet{name, category, status}))(s.t)
+	a := s.do("POST", "/v1/pets", string(body))
+	s.want(a, 201, string(body[1:])) // in the response the id precedes it
+	return decode[pet](s.t, a)
+}
+
+func decode[T any](t testing.TB, a reply) T {
+	t.Helper()
+	var v T
+	must(t, json.Unmarshal([]byte(a.body), &v))
+	return v
+}
+
+// sqlite3 runs statements as sqlite3(1) would, another program, and returns the first value of the result, if
+// there is one.
+func (s *service) sqlite3(statements string, args ...any) (value string) {
+	s.t.Helper()
+	db := connect(s.t, s.db)
+	defer db.Close()
+	if err := db.QueryRow(statements, args...).Scan(&value); err != nil && err != sql.ErrNoRows {
+		s.t.Fatalf("%s: %v", statements, err)
+	}
+	return value
+}
+
+// connect opens the database as another program would.
+func connect(t testing.TB, file string) *sql.DB {
+	t.Helper()
+	db := try(sql.Open("sqlite", (&url.URL{Scheme: "file", Path: file, RawQuery: "_pragma=busy_timeout(10000)"}).String()))(t)
+	db.SetMaxOpenConns(1)
+	t.Cleanup(func() { db.Close() })
+	return db
+}
+
+// try returns a function that returns v, or fails the test if err is not nil.
+func try[T any](v T, err error) func(t testing.TB) T {
+	return func(t testing.TB) T {
+		t.Helper()
+		must(t, err)
+		return v
+	}
+}
+
+// must fails the test unless err is nil.
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// eventually waits until condition returns true. It fails the test after 20 seconds.
+func eventually(t testing.TB, what string, condition func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(20 * time.Second); !condition(); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("this never happened: %s", what)
+		}
+	}
+}
+
+// repeat calls f in n goroutines, with their numbers, until stop is called.
+func repeat(n int, f func(i int)) (stop func()) {
+	var stopped atomic.Bool
+	var all sync.WaitGroup
+	for i := range n {
+		all.Go(func() {
+			for !stopped.Load() {
+				f(i)
+			}
+		})
+	}
+	return func() {
+		stopped.Store(true)
+		all.Wait()
+	}
+}
+
+// lookup returns a replacement of os.LookupEnv for the given environment.
+func lookup(env map[string]string) func(string) (string, bool) {
+	return func(name string) (string, bool) {
+		value, ok := env[name]
+		return value, ok
+	}
+}
+
+// writeFile creates a file with text in dir, and returns its path.
+func writeFile(t testing.TB, dir, name, text string) string {
+	t.Helper()
+	path := filepath.Join(dir, name)
+	must(t, os.WriteFile(path, []byte(text), 0o600))
+	return path
+}
+
+// snapshot lists the files in dir with their times and the sums of their contents, one a line.
+func snapshot(t testing.TB, dir string) (text string) {
+	t.Helper()
+	for _, e := range try(os.ReadDir(dir))(t) {
+		info, _ := e.Info()
+		data, _ := os.ReadFile(filepath.Join(dir, e.Name()))
+		text += fmt.Sprintf("%s %v %x\n", e.Name(), info.ModTime(), sha256.Sum256(data))
+	}
+	return text
+}
+
+// TestListPets tests the content of pages and the links between them.
+func TestListPets(t *testing.T) {
+	s := parallelService(t)
+	if a := s.do("GET", "/v1/pets", ""); a.body != "[]\n" || a.header.Get("Link") != "" {
+		t.Errorf("an empty list is %q with Link %q", a.body, a.header.Get("Link"))
+	}
+	var all []pet
+	for i := range 45 {
+		all = append(all, s.add(fmt.Sprintf("animal %d", i), int64(i), petStatuses[i%3]))
+	}
+	sold := slices.DeleteFunc(slices.Clone(all), func(p pet) bool { return p.Status != "sold" })
+	for _, c := range []struct {
+		query, link string
+		want        []pet
+	}{
+		{"", "</v1/pets?after=20>", all[:20]},
+		{"?limit=1", "</v1/pets?after=1&limit=1>", all[:1]},
+		{"?limit=1", "</v1/pets?after=1&limit=1>", all[:1]}, // from the cache
+		{"?limit=45", "", all},
+		{"?limit=44", "</v1/pets?after=44&limit=44>", all[:44]},
+		{"?after=44", "", all[44:]},
+		{"?after=9223372036854775807", "", []pet{}},
+		{"?status=sold&limit=15", "", sold},
+		{"?limit=14&status=sold", "</v1/pets?after=42&limit=14&status=sold>", sold[:14]},
+		{"?%6Cimit=%31", "</v1/pets?after=1&limit=1>", all[:1]},
+	} {
+		a := s.do("GET", "/v1/pets"+c.query, "")
+		if got := decode[[]pet](t, a); a.status != 200 || !slices.Equal(got, c.want) {
+			t.Errorf("%s = %d %v, want %v", a.request, a.status, got, c.want)
+		}
+		if link := strings.TrimSuffix(a.header.Get("Link"), `; rel="next"`); link != c.link {
+			t.Errorf("%s has Link %s, want %s", a.request, link, c.link)
+		}
+	}
+}
+
+// TestPagingSeesEachAnimalOnce follows the links while animals are added.
+func TestPagingSeesEachAnimalOnce(t *testing.T) {
+	s := parallelService(t)
+	for range 120 {
+		s.add("before", 1, "available")
+	}
+	stop := repeat(4, func(int) { s.add("meanwhile", 1, "available") })
+	var ids []int64
+	for target := "/v1/pets?limit=7&status=available"; target != "" && len(ids) < 120; {
+		a := s.do("GET", target, "")
+		for _, p := range decode[[]pet](t, a) {
+			ids = append(ids, p.ID)
+		}
+		target, _, _ = strings.Cut(strings.TrimPrefix(a.header.Get("Link"), "<"), ">")
+	}
+	stop()
+	for i := range max(120, len(ids)) {
+		if i >= len(ids) || ids[i] != int64(i+1) {
+			t.Fatalf("the ids on the pages are %v, want 1, 2, 3, ... 120", ids)
+		}
+	}
+}
+
+func TestCreatePetKeepsWhatWasSent(t *testing.T) {
+	s := parallelService(t)
+	dogs := strings.Repeat("🐶", 255)
+	for i, c := range []struct{ body, want string }{
+		{rex, `"name":"Rex","categoryId":7,"status":"available"`},
+		{` { "status" : "sold" , "categoryId" : -1 , "name" : "a" } ` + "\r\n\t", `"name":"a","categoryId":-1,"status":"sold"`},
+		{"{\r\n\t\"name\":\t\"x\",\r\n\t\"categoryId\":\r\n1,\t\"status\"\n:\r\"pending\"\t}", `"name":"x","categoryId":1,"status":"pending"`},
+		{`{"name":"}]:,{[\"\\","categoryId":-9223372036854775808}`, `"name":"}]:,{[\"\\","categoryId":-9223372036854775808,"status":"available"`},
+		{`{"name":"\uD7A3\uE000\uDBFF\uDFFF\uD800\uDC00","categoryId":9223372036854775807}`,
+			"\"name\":\"\ud7a3\ue000\U0010FFFF\U00010000\"," + `"categoryId":9223372036854775807,"status":"available"`},
+		{`{"name":" <&> ","categoryId":0}`, `"name":" <&> ","categoryId":0,"status":"available"`},
+		{`{"n\u0061me":"x","categoryId":1}`, `"name":"x","categoryId":1,"status":"available"`},
+		{`{"name":"\uD83D\uDC36\u00e9\\uD83D","categoryId":1}`, `"name":"🐶é\\uD83D","categoryId":1,"status":"available"`},
+		{`{"name":"\"\\\/\b\f\n\r\t","categoryId":1}`, `"name":"\"\\/\b\f\n\r\t","categoryId":1,"status":"available"`},
+		{`{"name":"` + dogs + `","categoryId":1}`, `"name":"` + dogs + `","categoryId":1,"status":"available"`},
+	} {
+		want := fmt.Sprintf("{\"id\":%d,%s}\n", i+1, c.want)
+		a := s.do("POST", "/v1/pets", c.body, "Content-Type: application/json; charset=latin1")
+		location := fmt.Sprintf("/v1/pets/%d", i+1)
+		if a.status != 201 || a.body != want || a.header.Get("Location") != location || a.header.Get("Connection") != "" {
+			t.Errorf("POST %s = %d %s, at %q, want %s", c.body, a.status, a.body, a.header.Get("Location"), want)
+		}
+		if got := s.do("GET", location, ""); got.body != want {
+			t.Errorf("%s = %s, want %s", got.request, got.body, want)
+		}
+	}
+}
+
+func TestCreatePetRefusesInvalidBodies(t *testing.T) {
+	s := parallelService(t)
+	const nameRule = "name must be a string of 1 to 255 characters, not all white space, without U+0000, U+FFFD or unpaired surrogates"
+	for body, words := range map[string]string{
+		"":                                       "one JSON object",
+		"null":                                   "one JSON object",
+		`{"name":"x","categoryId":1,}`:           `one JSON object: invalid character '}' looking for beginning of object key string, at byte 28"`,
+		`{"name":"x" "categoryId":1}`:            `invalid character '\"' after object key:value pair, at byte 13"`,
+		`{"name":"x","categoryId":1 `:            `unexpected end of JSON input, at byte 27"`,
+		`{"name":nul}`:                           `invalid character '}' in literal null (expecting 'l'), at byte 12`,
+		rex + "{}":                               "one JSON object",
+		"\ufeff" + rex:                           "one JSON object",
+		"{\"name\":\"\xff\",\"categoryId\":1}":   "UTF-8",
+		`{}`:                                     "name is required; categoryId is required",
+		`{"name":null,"categoryId":null}`:        nameRule + "; categoryId must be an integer",
+		`{"name":"x","categoryID":1}`:            `unknown member \"categoryID\"; categoryId is required`,
+		`{"` + strings.Repeat("x", 99) + `":1}`:  strings.Repeat("x", 64) + `\"`,
+		`{"name":"x","name":"x","categoryId":1}`: `\"name\" must not be repeated`,
+		`{"name":"x","n\u0061me":"y","categoryId":1}`:                `\"name\" must not be repeated`,
+		`{"name":7,"categoryId":1}`:                                  "name must be",
+		"{\"name\":\" \u00a0\u2003\u3000\u0085\",\"categoryId\":1}":  "name must be",
+		`{"name":"a\u0000b","categoryId":1}`:                         "name must be",
+		`{"name":"a\uFFFDb","categoryId":1}`:                         "name must be",
+		`{"name":"a�b","categoryId":1}`:                              "name must be",
+		`{"name":"\uD83D","categoryId":1}`:                           "name must be",
+		`{"name":"\uD800\uE000","categoryId":1}`:                     "name must be",
+		`{"name":"` + strings.Repeat("é", 256) + `","categoryId":1}`: "name must be",
+		`{"name":"x","categoryId":9223372036854775808}`:              "categoryId must be",
+		`{"name":"x","categoryId":"1"}`:                              "categoryId must be",
+		`{"name":"x","categoryId":1e2}`:                              "categoryId must be",
+		`{"name":"x","categoryId":1,"status":null}`:                  "status must be available, pending or sold",
+		`{"status":["sold",[{}]],"name":"x","categoryId":1}`:         `"status must be available, pending or sold","status"`,
+		`{"status":1,"name":1,"x":{"name":2},"categoryId":[]}`:       "sold; " + nameRule + `; unknown member \"x\"; categoryId must be`,
+	} {
+		s.want(s.do("POST", "/v1/pets", body), 400, words)
+	}
+	if a := s.do("GET", "/v1/pets", ""); a.body != "[]\n" {
+		t.Errorf("the animals are %s, want none", a.body)
+	}
+	exact := rex + strings.Repeat(" ", maxBody-len(rex))
+	s.want(s.do("POST", "/v1/pets", exact), 201, "")
+	s.want(s.do("POST", "/v1/pets", exact+" "), 413, "65536")
+	r := httptest.NewRequest("POST", "/v1/pets", io.MultiReader(strings.NewReader(exact), strings.NewReader(" "))) // chunked
+	s.want(s.doRequest(r), 413, "65536")
+	r = httptest.NewRequest("POST", "/v1/pets", io.MultiReader(strings.NewReader(`{"name":`), iotest.ErrReader(io.ErrUnexpectedEOF)))
+	s.want(s.doRequest(r), 400, "read to its end") // the client disconnects
+}
+
+// TestPatternOfNames tests that the pattern in openapi.json allows the names that the service accepts. It has \s in the sense
+// of ECMAScript, which counts U+FEFF as white space.
+func TestPatternOfNames(t *testing.T) {
+	s := parallelService(t)
+	text := at(document, "components", "schemas", "NewPet", "properties", "name", "pattern").(string)
+	pattern := regexp.MustCompile(strings.ReplaceAll(text, `\s`, "\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"))
+	for c := range rune(unicode.MaxRune) {
+		matches := pattern.MatchString(string(c))
+		if matches && !unicode.IsSpace(c) && c%4999 > 0 || !utf8.ValidRune(c) || c == 0xfeff {
+			continue // of the other characters, one in 4999 is tried
+		}
+		body, _ := json.Marshal(newPet{string(c), 7, "sold"})
+		if a := s.do("POST", "/v1/pets", string(body)); (a.status == 201) != matches {
+			t.Errorf("the name %U = %d, but it matches the pattern: %v", c, a.status, matches)
+		}
+	}
+}
+
+// TestRequests tests the status of responses, and which fault of several they report.
+func TestRequests(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "pending")
+	large := strings.Repeat("x", maxBody+1)
+	parameters := "?" // fifty
+	for i := range 50 {
+		parameters += fmt.Sprintf("&p%02d=1", i)
+	}
+	for _, c := range []struct {
+		request, headers, body string // headers are separated by |
+		status                 int
+		words                  string
+	}{
+		{"GET /v1/pets/1", "", "", 200, "Rex"},
+		{"GET /v1/pets/1?limit=x&anything", "", "", 200, "Rex"},
+		{"GET /v1/pets/2", "", "", 404, "no animal"},
+		{"GET /v1/pets/-1", "", "", 404, "no animal"},
+		{"GET /v1/pets/01", "", "", 404, "no animal"},
+		{"GET /v1/pets/rex", "", "", 404, "no animal"},
+		{"GET /v1/pets/1%2F", "", "", 404, "no animal"},
+		{"GET /v1/pets/" + strings.Repeat("9", 3000), "", "", 404, "no animal"},
+		{"HEAD /v1/pets/1", "", "", 200, ""},
+		{"HEAD /v1/pets/2", "", "", 404, ""},
+		{"HEAD /v1/pets", "Accept: text/html", "", 200, ""},
+		{"GET /v1/pets?limit=0", "", "", 400, "limit must be"},
+		{"GET /v1/pets?limit=101", "", "", 400, "limit must be"},
+		{"GET /v1/pets?limit=05", "", "", 400, "limit must be"},
+		{"GET /v1/pets?limit", "", "", 400, "limit must be"},
+		{"GET /v1/pets?limit=5&limit=5", "", "", 400, `\"limit\" must not be repeated`},
+		{"GET /v1/pets?status=", "", "", 400, "status must be"},
+		{"GET /v1/pets?status=sold&status", "", "", 400, `\"status\" must not be repeated`},
+		{"GET /v1/pets?status=Sold", "", "", 400, "status must be available, pending or sold"},
+		{"GET /v1/pets?after=-1", "", "", 400, "after must be"},
+		{"GET /v1/pets?after=9223372036854775808", "", "", 400, "after must be"},
+		{"GET /v1/pets?=5", "", "", 400, `unknown parameter \"\"`},
+		{"GET /v1/pets?limit=5;after=1", "", "", 400, "malformed"},
+		{"GET /v1/pets?limit=%zz", "", "", 400, "malformed"},
+		{"GET /v1/pets?limit=0&status=x&foo=1", "", "", 400, `unknown parameter \"foo\"; limit must be an integer from 1 to 100; status must be`},
+		{"GET /v1/pets" + parameters, "", "", 400, `\"p09\"; and 40 more","status"`},
+		{"GET /v1/pets" + parameters[:1+10*len("&p00=1")], "", "", 400, `\"p09\"","status"`},
+		{"GET /v1/pets?" + strings.Repeat("x", 5000), "", "", 400, strings.Repeat("x", 64) + `\"`},
+		{"GET /", "", "", 404, "nothing at this path"},
+		{"GET http://x", "", "", 404, "nothing at this path"},
+		{"GET /v1/pets/", "", "", 404, "nothing at this path"},
+		{"GET //v1/pets", "", "", 404, "nothing at this path"},
+		{"GET /v1/x/../pets", "", "", 404, "nothing at this path"},
+		{"GET /v1%2Fpets", "", "", 404, "nothing at this path"},
+		{"GET /v1/pets/%2F", "", "", 404, "nothing at this path"},
+		{"GET //v1/pets", "Authorization:", "", 401, "API key"},
+		{"GET /v1/pets/", "Authorization:", "", 401, "API key"},
+		{"DELETE /v1/pets", "", "{", 405, "only GET, HEAD, POST"},
+		{"POST /v1/pets/1", "", "{", 405, "only GET, HEAD"},
+		{"POST /healthz", "", "{", 405, "only GET, HEAD"},
+		{"DELETE /openapi.json", "", "{", 405, "only GET, HEAD"},
+		{"DELETE /openapi.json", "Authorization:", "", 401, "API key"},
+		{"GET /healthz", "Authorization:", "", 200, `{"status":"ok"}`},
+		{"HEAD /healthz", "Authorization:", "", 200, ""},
+		{"GET /openapi.json", "Authorization:", "", 200, string(openAPI)},
+		{"POST /v1/pets?limit=x&anything", "Accept: text/html", rex, 201, "Rex"},
+		{"POST /v1/pets", "Content-Type: application/json", rex, 201, "Rex"},
+		{"POST /v1/pets", `Content-Type: Application/JSON;charset="utf-16"`, rex, 201, "Rex"},
+		{"POST /v1/pets", "Content-Type: application/json; x", rex, 415, "application/json; x"},
+		{"POST /v1/pets", "Content-Type: application/jsonp", rex, 415, "application/jsonp"},
+		{"POST /v1/pets", "Content-Type:", rex, 415, ""},
+		{"POST /v1/pets", "Content-Type: application/json|Content-Type: application/json", rex, 415, ""},
+		{"POST /v1/pets", `Content-Type: application/json; x="a|Content-Type: b"`, rex, 415, ""},
+		{"POST /v1/pets", "Idempotency-Key: a b|Content-Type: text/plain|Authorization: Bearer x", large, 401, "API key"},
+		{"PATCH /v1/pets", "Idempotency-Key: a b|Content-Type: text/plain", large, 405, ""},
+		{"POST /v1/pets", "Idempotency-Key: a b|Content-Type: text/plain", large, 415, "text/plain"},
+		{"POST /v1/pets", "Idempotency-Key: a b", large, 400, "Idempotency-Key"},
+		{"POST /v1/pets", "", large, 413, "65536"},
+	} {
+		method, target, _ := strings.Cut(c.request, " ")
+		s.want(s.do(method, target, c.body, strings.Split(c.headers, "|")...), c.status, c.words)
+	}
+}
+
+func TestAPIKeyCheck(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+	const missing, invalid = `Bearer realm="animalstore"`, `Bearer realm="animalstore", error="invalid_token"`
+	for headers, challenge := range map[string]string{ // "" if the key is valid
+		"Authorization: Bearer test-key":                                "",
+		"Authorization: bearer  other-key":                              "",
+		"Authorization:":                                                missing,
+		"Authorization: Basic dGVzdC1rZXk=":                             missing,
+		"Authorization: Bearer":                                         missing,
+		"Authorization: test-key":                                       missing,
+		"Authorization: Bearertest-key":                                 missing,
+		"Authorization: Bearer test-ke":                                 invalid,
+		"Authorization: Bearer TEST-KEY":                                invalid,
+		"Authorization: Bearer test-key,other-key":                      invalid,
+		"Authorization: Bearer test-key|Authorization: Bearer test-key": missing,
+		"Authorization: Basic x|Authorization: Bearer test-key":         missing,
+	} {
+		for _, target := range []string{"/v1/pets", "/v1/pets/1", "/v1/pets?access_token=test-key"} {
+			s.do("GET", target, "") // fills the cache, when it is no error
+			a := s.do("GET", target, "", strings.Split(headers, "|")...)
+			if refused := a.status == 401; refused != (challenge != "") || a.header.Get("WWW-Authenticate") != challenge {
+				t.Errorf("%s with %s = %d and WWW-Authenticate %q, want %q", a.request, headers, a.status, a.header.Get("WWW-Authenticate"), challenge)
+			}
+			if strings.Contains(a.body, testKey) {
+				t.Errorf("the response contains the key: %s", a.body)
+			}
+		}
+	}
+}
+
+func TestLoadKeys(t *testing.T) {
+	t.Parallel()
+	file := writeFile(t, t.TempDir(), "keys", "\ufeff# old, older\r\none\r\n\r\n  two#2 \n\t# oldest\n\tthree")
+	k, err := loadKeys(lookup(map[string]string{"API_KEYS": " four, #five ,,one"}), file)
+	if err != nil || len(k) != 5 {
+		t.Fatalf("%d keys, %v", len(k), err)
+	}
+	for key, want := range map[string]bool{"one": true, "two#2": true, "three": true, "four": true, "#five": true,
+		"": false, "# old": false, "older": false, "# oldest": false, "one\r": false} {
+		if _, challenge := k.authenticate(http.Header{"Authorization": {"Bearer " + key}}); (challenge == "") != want {
+			t.Errorf("key %q is valid: %v, want %v", key, challenge == "", want)
+		}
+	}
+	if k, err := loadKeys(lookup(map[string]string{"API_KEYS": " ,"}), file); err != nil || len(k) != 3 {
+		t.Errorf("with a file alone: %d keys, %v", len(k), err)
+	}
+}
+
+// TestDisconnectedClient sends requests with a cancelled context: creates are completed, and reads are not interrupted.
+func TestDisconnectedClient(t *testing.T) {
+	s := parallelService(t)
+	ctx, leave := context.WithCancel(t.Context())
+	leave()
+	s.want(s.doRequest(httptest.NewRequestWithContext(ctx, "POST", "/v1/pets", strings.NewReader(rex))), 201, "")
+	for _, target := range []string{"/v1/pets", "/v1/pets/1", "/healthz"} {
+		s.want(s.doRequest(httptest.NewRequestWithContext(ctx, "GET", target, nil)), 200, "")
+	}
+}
+
+func TestIdempotencyKey(t *testing.T) {
+	s := parallelService(t)
+	first := s.do("POST", "/v1/pets", rex, "Idempotency-Key: k")
+	s.want(first, 201, `"id":1,`)
+	s.sqlite3("UPDATE pets SET name = 'edited' WHERE id = 1")
+	for _, same := range []string{rex, `{ "status":"available", "categoryId":7, "name":"\u0052ex" }`} {
+		again := s.do("POST", "/v1/pets", same, "Idempotency-Key: k")
+		if again.status != 201 || again.body != first.body || again.header.Get("Idempotency-Replayed") != "true" ||
+			again.header.Get("Location") != first.header.Get("Location") {
+			t.Errorf("%s repeated = %d %s %v, want %s", same, again.status, again.body, again.header, first.body)
+		}
+	}
+	for _, other := range []string{`{"name":"rex","categoryId":7}`, `{"name":"Rex","categoryId":8}`, `{"name":"Rex","categoryId":7,"status":"sold"}`} {
+		s.want(s.do("POST", "/v1/pets", other, "Idempotency-Key: k"), 422, "idempotency_key_reused")
+	}
+	s.want(s.do("POST", "/v1/pets", `{"name":1}`, "Idempotency-Key: k"), 400, "name must")
+	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: K"), 201, `"id":2,`)
+	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k", "Authorization: Bearer "+otherKey), 201, `"id":3,`)
+	s.want(s.do("POST", "/v1/pets", rex), 201, `"id":4,`)
+	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: !"+strings.Repeat("~", 254)), 201, `"id":5,`)
+	for _, bad := range []string{"", " a b", " \x7f", " é", " a|Idempotency-Key: a", " " + strings.Repeat("k", 256)} {
+		s.want(s.do("POST", "/v1/pets", rex, strings.Split("Idempotency-Key:"+bad, "|")...), 400, "1 to 255 visible ASCII")
+	}
+	if n := s.sqlite3("SELECT count(*) FROM pets"); n != "5" || first.header.Get("Idempotency-Replayed") != "" {
+		t.Errorf("%s animals are stored, want 5; the headers of the first response are %v", n, first.header)
+	}
+}
+
+func TestIdempotencyKeyIsForgottenAfterADay(t *testing.T) {
+	s := parallelService(t)
+	create := func(key any, id int) {
+		t.Helper()
+		s.want(s.do("POST", "/v1/pets", rex, fmt.Sprint("Idempotency-Key: ", key)), 201, fmt.Sprintf(`"id":%d,`, id))
+	}
+	age := func(seconds int) { s.sqlite3("UPDATE idempotency_keys SET created = unixepoch() - ?", seconds) }
+	for i := range 10 {
+		create(i, i+1)
+	}
+	const day = 24 * 60 * 60
+	age(day - 1)
+	create(0, 1)
+	age(-day) // as if the clock had been set back
+	create(0, 1)
+	age(day + 1)
+	create(0, 11)
+	create(0, 11)
+	for i := range 4 { // each commit deletes two expired keys
+		create(fmt.Sprint("new-", i), 12+i)
+	}
+	if left := s.sqlite3("SELECT count(*) FROM idempotency_keys"); left != "5" {
+		t.Errorf("%s keys are stored, want 5", left)
+	}
+}
+
+// TestPanicInAHandler makes a request that net/http never makes: without a Body.
+func TestPanicInAHandler(t *testing.T) {
+	t.Parallel()
+	var log bytes.Buffer
+	s := newService(t, &log)
+	r := httptest.NewRequest("POST", "/v1/pets", nil)
+	r.Body = nil
+	s.want(s.doRequest(r), 500, `"internal error"`)
+	if !strings.Contains(log.String(), `error="panic: `) || !strings.Contains(log.String(), "animalstore.readBody(") {
+		t.Errorf("no panic with its stack in the log: %s", log.String())
+	}
+}
+
+// pipes is a net.Listener for connections in memory, which work under a fake clock.
+type pipes struct {
+	conns chan net.Conn
+	once  sync.Once
+}
+
+func (l *pipes) Accept() (net.Conn, error) {
+	if conn, ok := <-l.conns; ok {
+		return conn, nil
+	}
+	return nil, net.ErrClosed
+}
+
+func (l *pipes) Close() error {
+	l.once.Do(func() { close(l.conns) })
+	return nil
+}
+
+func (l *pipes) Addr() net.Addr { return &net.TCPAddr{} }
+
+// dial opens a connection and sends text on it.
+func (l *pipes) dial(text string) net.Conn {
+	client, server := net.Pipe()
+	l.conns <- server
+	go io.WriteString(client, text)
+	synctest.Wait()
+	return client
+}
+
+// received returns the response to a request on conn.
+func (s *service) received(conn net.Conn, method, target string) (a reply, closes bool) {
+	s.t.Helper()
+	r := httptest.NewRequest(method, target, nil)
+	resp := try(http.ReadResponse(bufio.NewReader(conn), r))(s.t)
+	return checked(s.t, r, resp), resp.Close
+}
+
+// serveInMemory serves connections in memory until stop is called. stop returns when the service has stopped.
+func (s *service) serveInMemory() (ln *pipes, stop func()) {
+	ln = &pipes{conns: make(chan net.Conn)}
+	ctx, cancel := context.WithCancel(s.t.Context())
+	ended := make(chan error)
+	go func() { ended <- s.server.serve(ctx, ln) }()
+	return ln, func() {
+		cancel()
+		must(s.t, <-ended)
+	}
+}
+
+const (
+	withKey  = "Host: x\r\nAuthorization: Bearer " + testKey + "\r\n"
+	length29 = "Content-Length: 29\r\n\r\n" // of rex
+	getList  = "GET /v1/pets HTTP/1.1\r\n" + withKey + "\r\n"
+)
+
+// TestStop tests what a stop waits for, with a fake clock.
+func TestStop(t *testing.T) {
+	t.Parallel()
+	const soon, late = 250 * time.Millisecond, 5250 * time.Millisecond
+	for what, c := range map[string]struct {
+		sent        string
+		later       string        // what is sent during the stop
+		after       time.Duration // when
+		least, most time.Duration
+	}{
+		"an idle connection":               {getList, "", 0, soon, soon},
+		"a request on an idle connection":  {getList, getList, 200 * time.Millisecond, soon, soon},
+		"a connection that sent nothing":   {"", "", 0, soon, late},
+		"half a header":                    {"GET /v1/pets HTTP/1.1\r\n" + withKey, "", 0, soon, late},
+		"a body without a key":             {"POST /v1/pets HTTP/1.1\r\nHost: x\r\n" + length29, "", 0, soon, late},
+		"a request whose body comes late":  {"POST /v1/pets HTTP/1.1\r\n" + withKey + length29, rex, 4 * time.Second, 4 * time.Second, late},
+		"a request whose body never comes": {"POST /v1/pets HTTP/1.1\r\n" + withKey + length29, "", 0, late, late},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			s := newService(t)
+			ln, stop := s.serveInMemory()
+			conn := ln.dial(c.sent)
+			defer conn.Close()
+			if c.sent == getList {
+				s.received(conn, "GET", "/v1/pets")
+			}
+			if c.later != "" {
+				go func() {
+					time.Sleep(c.after)
+					go io.WriteString(conn, c.later)
+					if a, closes := s.received(conn, "GET", "/x"); a.status > 201 || !closes {
+						t.Errorf("%s = %d %s, Connection: close %v", what, a.status, a.body, closes)
+					}
+				}()
+			}
+			start := time.Now()
+			stop()
+			io.Copy(io.Discard, conn) // until it is closed
+			if took := time.Since(start); took < c.least || took > c.most {
+				t.Errorf("%s: the stop took %v, want %v to %v", what, took, c.least, c.most)
+			}
+		})
+	}
+}
+
+// TestLimits tests the limits of the server, with a fake clock.
+func TestLimits(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newService(t)
+		ln, stop := s.serveInMemory()
+		for header, want := range map[string]string{
+			"GET /healthz HTTP/1.1\r\nX: " + strings.Repeat("x", 15<<10): "HTTP/1.1 200",
+			"GET /healthz HTTP/1.1\r\nX: " + strings.Repeat("x", 17<<10): "HTTP/1.1 431",
+			"OPTIONS * HTTP/1.1": "HTTP/1.1 401",
+		} {
+			conn := ln.dial(header + "\r\nHost: x\r\n\r\n")
+			if line, _ := bufio.NewReader(conn).ReadString('\n'); !strings.HasPrefix(line, want) {
+				t.Errorf("%.30s with %d bytes = %q, want %s", header, len(header), line, want)
+			}
+			conn.Close()
+		}
+		for sent, want := range map[string]time.Duration{"": 5 * time.Second, "GET /v1/pets HTTP/1.1\r\n": 5 * time.Second, getList: 75 * time.Second} {
+			start := time.Now()
+			io.Copy(io.Discard, ln.dial(sent))
+			if took := time.Since(start); took != want {
+				t.Errorf("after %q the connection was closed after %v, want %v", sent, took, want)
+			}
+		}
+		for header, body := range map[string]string{ // responses that do not wait for the body
+			"Host: x\r\n" + length29:                                       rex,
+			"Host: x\r\nConnection: close\r\n" + length29:                  rex,
+			"Host: x\r\nTransfer-Encoding: chunked\r\n\r\n":                "1\r\nx\r\n0\r\n\r\n",
+			withKey + "Content-Type: text/plain\r\n" + length29:            rex,
+			withKey + "Connection: close\r\nContent-Length: 70000\r\n\r\n": strings.Repeat("x", 70000), // the service has read a part of it
+			"Host: x\r\nContent-Length: 20000000\r\n\r\n":                  strings.Repeat("x", 20000000),
+		} {
+			start := time.Now()
+			conn := ln.dial("POST /v1/pets HTTP/1.1\r\n" + header)
+			sent := make(chan error)
+			go func() {
+				if len(body) < 100 {
+					time.Sleep(time.Second)
+				}
+				_, err := io.WriteString(conn, body)
+				sent <- err
+			}()
+			if a, closes := s.received(conn, "POST", "/v1/pets"); a.status/100 != 4 || !closes || time.Since(start) > 0 {
+				t.Errorf("%q: got %d after %v, Connection: close %v", header, a.status, time.Since(start), closes)
+			}
+			if err := <-sent; err != nil {
+				t.Errorf("%q: sending the body of %d bytes after the response: %v", header, len(body), err)
+			}
+			conn.Close()
+		}
+		conn := ln.dial("GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+		time.Sleep(21 * time.Second)
+		if n, _ := io.Copy(io.Discard, conn); n > 0 {
+			t.Errorf("%d bytes of a response arrived after the write timeout", n)
+		}
+		start := time.Now()
+		conn = ln.dial("POST /v1/pets HTTP/1.1\r\n" + withKey + length29 + `{"name":`)
+		a, closes := s.received(conn, "POST", "/v1/pets")
+		s.want(a, 408, "within 10 seconds")
+		if took := time.Since(start); took != 10*time.Second || !closes {
+			t.Errorf("the service waited %v for the body, want 10s; Connection: close %v", took, closes)
+		}
+		conn.Close()
+		stop()
+	})
+}
+
 // connections holds the open connections of the last service on each database file; the first is the one that writes.
 var connections = struct {
 	sync.Mutex
@@ -87,154 +825,12 @@ func watchSQLite() {
 	})
 }
 
-// testKey and otherKey are the API keys that a service under test accepts.
-const testKey, otherKey = "test-key", "other-key"
-
-// rex is an animal to add.
-const rex = `{"name":"Rex","categoryId":7}`
-
-// service is a whole service on its own database file.
-type service struct {
-	t     testing.TB
-	db    string       // the database file
-	close func() error // closes the database; the end of the test does that, too
-	*server
-}
-
-// parallel opens a service on a new database, for a test that may run in parallel with others.
-func parallel(t *testing.T) *service {
-	t.Helper()
-	t.Parallel()
-	return newService(t)
-}
-
-// newService opens a service on a new database. It logs to the test and to logs.
-func newService(t testing.TB, logs ...io.Writer) *service {
-	t.Helper()
-	return openService(t, filepath.Join(t.TempDir(), "animals.db"), logs...)
-}
-
-func openService(t testing.TB, db string, logs ...io.Writer) *service {
-	t.Helper()
-	k := ok(loadKeys(lookup(map[string]string{"API_KEYS": testKey + "," + otherKey}), ""))
-	st, _, err := openStore(db)
-	must(t, err)
-	if _, ok := t.(*testing.T); ok { // in benchmarks and fuzz tests there would be too much of it
-		logs = append(logs, t.Output())
-	}
-	s := &service{t: t, db: db, server: newServer(st, k, slog.New(slog.NewTextHandler(io.MultiWriter(logs...), nil)))}
-	s.close = func() error {
-		s.close = func() error { return nil }
-		return st.close()
-	}
-	t.Cleanup(func() { must(t, s.close()) })
-	return s
-}
-
-// reply is a response that has been read.
-type reply struct {
-	request string // method and URL, and the body if there is one
-	status  int
-	header  http.Header
-	body    string
-}
-
-// do sends a request with a valid key and the given headers ("Name: value"; "Authorization:" sends no key), and checks the
-// response against openapi.json.
-func (s *service) do(method, target, body string, headers ...string) reply {
-	s.t.Helper()
-	a := s.serve(httptest.NewRequest(method, target, strings.NewReader(body)), headers...)
-	a.request = fmt.Sprintf("%s %.500s", a.request, body)
-	return a
-}
-
-// serve does the same with a request made by the caller.
-func (s *service) serve(r *http.Request, headers ...string) reply {
-	s.t.Helper()
-	setHeaders(r, headers)
-	w := httptest.NewRecorder()
-	s.ServeHTTP(w, r)
-	return checked(s.t, r, w.Result())
-}
-
-func setHeaders(r *http.Request, headers []string) {
-	if !slices.ContainsFunc(headers, func(h string) bool { return strings.HasPrefix(h, "Authorization:") }) {
-		r.Header.Set("Authorization", "Bearer "+testKey)
-	}
-	for _, h := range headers {
-		name, value, _ := strings.Cut(h, ":")
-		if value = strings.TrimPrefix(value, " "); name != "" && (value != "" || name != "Authorization") {
-			r.Header.Add(name, value)
-		}
-	}
-}
-
-// checked reads a response and checks it against openapi.json and the rules for all responses.
-func checked(t testing.TB, r *http.Request, resp *http.Response) reply {
-	t.Helper()
-	defer resp.Body.Close()
-	body := ok(io.ReadAll(resp.Body))
-	if r.Method == "HEAD" {
-		body = nil // net/http would not send it
-	}
-	a := reply{fmt.Sprintf("%.500s %.500s", r.Method, r.URL), resp.StatusCode, resp.Header, string(body)}
-	for _, fault := range contractFaults(r, a) {
-		t.Errorf("%s = %d: %s", a.request, a.status, fault)
-	}
-	return a
-}
-
-// want checks the status of a response, and that its body contains words.
-func (s *service) want(a reply, status int, words string) {
-	s.t.Helper()
-	if a.status != status || !strings.Contains(a.body, words) {
-		s.t.Errorf("%s = %d %s, want %d with %q", a.request, a.status, a.body, status, words)
-	}
-}
-
-// add adds an animal and returns it.
-func (s *service) add(name string, category int64, status string) pet {
-	s.t.Helper()
-	body := ok(json.Marshal(newPet{name, category, status}))
-	a := s.do("POST", "/v1/pets", string(body))
-	s.want(a, 201, string(body[1:])) // in the response the id precedes it
-	return decode[pet](s.t, a)
-}
-
-func decode[T any](t testing.TB, a reply) T {
-	t.Helper()
-	var v T
-	must(t, json.Unmarshal([]byte(a.body), &v))
-	return v
-}
-
-// connect opens the database as another program would.
-func connect(t testing.TB, file string) *sql.DB {
-	t.Helper()
-	db := ok(sql.Open("sqlite", (&url.URL{Scheme: "file", Path: file, RawQuery: "_pragma=busy_timeout(10000)"}).String()))
-	db.SetMaxOpenConns(1)
-	t.Cleanup(func() { db.Close() })
-	return db
-}
-
-// sql runs statements on a connection of its own, as another program would, and returns the first value of the result, if
-// there is one.
-func (s *service) sql(statements string, args ...any) (value string) {
-	s.t.Helper()
-	db := connect(s.t, s.db)
-	defer db.Close()
-	if err := db.QueryRow(statements, args...).Scan(&value); err != nil && err != sql.ErrNoRows {
-		s.t.Fatalf("%s: %v", statements, err)
-	}
-	return value
-}
-
 // pragma runs a PRAGMA on the connection on which the service writes, and returns its result, if there is one.
 func (s *service) pragma(text string) string {
 	s.t.Helper()
 	connections.Lock()
 	defer connections.Unlock()
-	rows := ok(connections.to[s.db][0].QueryContext(context.Background(), "PRAGMA "+text, nil))
+	rows := try(connections.to[s.db][0].QueryContext(context.Background(), "PRAGMA "+text, nil))(s.t)
 	defer rows.Close()
 	value := make([]driver.Value, max(1, len(rows.Columns())))
 	rows.Next(value) // returns io.EOF if there is no result
@@ -245,7 +841,7 @@ func (s *service) pragma(text string) string {
 func (s *service) onRead(f func() error) {
 	s.t.Helper()
 	callbacks.Store(s.db, f)
-	s.sql("ALTER TABLE pets RENAME TO animals; " +
+	s.sqlite3("ALTER TABLE pets RENAME TO animals; " +
 		"CREATE VIEW pets AS SELECT id, coalesce(call('" + s.db + "'), name) AS name, category_id, status FROM animals")
 }
 
@@ -260,78 +856,1180 @@ func (s *service) moveAway() (back func()) {
 func (s *service) lock() (unlock func()) {
 	s.t.Helper()
 	db := connect(s.t, s.db)
-	ok(db.Exec("BEGIN IMMEDIATE"))
+	try(db.Exec("BEGIN IMMEDIATE"))(s.t)
 	return func() { must(s.t, db.Close()) }
 }
 
-// repeat calls f in n goroutines, with their numbers, until stop is called.
-func repeat(n int, f func(i int)) (stop func()) {
-	var stopped atomic.Bool
-	var all sync.WaitGroup
-	for i := range n {
-		all.Go(func() {
-			for !stopped.Load() {
-				f(i)
+// TestEditShowsWithinASecond edits the database as sqlite3(1) would, and then sends many requests at once.
+func TestEditShowsWithinASecond(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newService(t)
+		s.add("Rex", 7, "sold")
+		for i := range 3 {
+			name := fmt.Sprint("edit ", i)
+			s.do("GET", "/v1/pets", "")
+			s.do("GET", "/v1/pets/1", "")
+			s.sqlite3("UPDATE pets SET name = ?", name)
+			time.Sleep(time.Second)
+			var all sync.WaitGroup
+			for i := range 64 {
+				all.Go(func() { s.want(s.do("GET", []string{"/v1/pets", "/v1/pets/1"}[i%2], ""), 200, name) })
 			}
-		})
-	}
-	return func() {
-		stopped.Store(true)
-		all.Wait()
-	}
+			all.Wait()
+		}
+	})
 }
 
-// eventually waits until condition returns true. It fails the test after 20 seconds.
-func eventually(t testing.TB, what string, condition func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(20 * time.Second); !condition(); time.Sleep(time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatalf("this never happened: %s", what)
+// TestCacheIsNeverBehindAnAcknowledgedWrite requests the list before a create, during its commit, and after it.
+func TestCacheIsNeverBehindAnAcknowledgedWrite(t *testing.T) {
+	s := parallelService(t)
+	list := func() string { return s.do("GET", "/v1/pets", "").body }
+	connections.Lock()
+	connections.to[s.db][0].(sqlite.HookRegisterer).RegisterCommitHook(func() int32 {
+		list()
+		return 0
+	})
+	connections.Unlock()
+	for i := range 20 { // repeated, because watch may happen to notice a change
+		name := fmt.Sprint("animal ", i)
+		list()
+		if s.add(name, 7, "sold"); !strings.Contains(list(), name) {
+			t.Errorf("the list after %s was added is %s", name, list())
 		}
 	}
 }
 
-// must fails the test unless err is nil.
-func must(t testing.TB, err error) {
+// TestChangeDuringARead has the database change while a page is read. Requests after the change must not share it.
+func TestChangeDuringARead(t *testing.T) {
+	s := parallelService(t)
+	s.add("old", 7, "sold")
+	var change func()
+	s.onRead(func() error {
+		if f := change; f != nil {
+			change = nil
+			f()
+		}
+		return nil
+	})
+	const page, other = "/v1/pets?limit=1", "/v1/pets/1"
+	s.want(s.do("GET", other, ""), 200, "old")
+	change = func() {
+		s.sqlite3("UPDATE animals SET name = 'new'")
+		eventually(t, "the edit shows in a response that was cached", func() bool { return strings.Contains(s.do("GET", other, "").body, "new") })
+		s.want(s.do("GET", page, ""), 200, "new")
+	}
+	s.want(s.do("GET", page, ""), 200, "old")
+	s.want(s.do("GET", page, ""), 200, "new")
+}
+
+// TestRequestsShareOneRead sends many requests for one large page while it is read for the first time. A response that was in
+// the cache before must stay there.
+func TestRequestsShareOneRead(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newService(t)
+		for range 100 {
+			s.add(strings.Repeat("🐶", 255), 7, "sold")
+		}
+		var read atomic.Int64 // animals
+		var sending, answered sync.WaitGroup
+		s.onRead(func() error {
+			if read.Add(1) == 2 {
+				sending.Wait()
+			}
+			return nil
+		})
+		time.Sleep(time.Second) // until the service has found the last change
+		s.want(s.do("GET", "/v1/pets/1", ""), 200, "")
+		sending.Add(100)
+		for range 100 {
+			answered.Go(func() {
+				sending.Done()
+				s.want(s.do("GET", "/v1/pets?limit=100", ""), 200, `"id":100`)
+			})
+		}
+		answered.Wait()
+		s.want(s.do("GET", "/v1/pets/1", ""), 200, "")
+		if n := read.Load(); n != 102 {
+			t.Errorf("%d animals were read, want 2 and then 100", n)
+		}
+	})
+}
+
+// TestCacheStaysSmall requests a page with many different URLs in long request lines. It does not run in parallel because
+// it measures memory.
+func TestCacheStaysSmall(t *testing.T) {
+	s := newService(t)
+	for range 100 {
+		s.add(strings.Repeat("x", 255), 1, "sold")
+	}
+	heap := func() int64 {
+		var m runtime.MemStats
+		runtime.GC()
+		runtime.ReadMemStats(&m)
+		return int64(m.HeapAlloc)
+	}
+	before := heap()
+	for i := range 2000 {
+		r := httptest.NewRequest("GET", "http://"+strings.Repeat("x", 11000)+"/v1/pets?limit=100"+strings.Repeat("&", i), nil)
+		setHeaders(r, nil)
+		s.ServeHTTP(httptest.NewRecorder(), r)
+	}
+	for id := range 100 { // this path is a substring of the request line
+		s.doRequest(httptest.NewRequest("GET", fmt.Sprint("http://", strings.Repeat("x", 300_000), "/v1/pets/", id+1), nil))
+	}
+	if grown := heap() - before; grown > maxCache*3/2 {
+		t.Errorf("the heap grew by %d bytes", grown)
+	}
+	runtime.KeepAlive(s)
+}
+
+// TestConnection tests the settings of the connection on which the service writes.
+func TestConnection(t *testing.T) {
+	s := parallelService(t)
+	for pragma, want := range map[string]string{"synchronous": "2", "fullfsync": "1", "journal_mode": "wal",
+		"journal_size_limit": "67108864", "busy_timeout": "5000", "application_id": "1348826227", "user_version": "1"} {
+		if got := s.pragma(pragma); got != want {
+			t.Errorf("%s is %s, want %s", pragma, got, want)
+		}
+	}
+}
+
+// TestSchemaEnforcesTheRules tests edits that would break the rules for animals.
+func TestSchemaEnforcesTheRules(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+	db := connect(t, s.db)
+	for _, edit := range []string{
+		`UPDATE pets SET name = ''`,
+		`UPDATE pets SET name = printf('%.256c', 'x')`,
+		`UPDATE pets SET name = NULL`,
+		`UPDATE pets SET name = x'00'`,
+		`UPDATE pets SET category_id = 1.5`,
+		`UPDATE pets SET status = 'lost'`,
+		`UPDATE pets SET status = NULL`,
+		`UPDATE pets SET id = 0`,
+		`INSERT INTO pets (id, name, category_id) VALUES (-1, 'x', 1)`,
+	} {
+		if _, err := db.Exec(edit); err == nil {
+			t.Errorf("%s is allowed", edit)
+		}
+	}
+	s.sqlite3(`INSERT INTO pets (id, name, category_id) VALUES (9223372036854775806, 'last', 1)`)
+	s.want(s.do("GET", "/v1/pets/9223372036854775806", ""), 200, `"status":"available"`)
+	if p := s.add("really last", 1, "sold"); p.ID != 1<<63-1 {
+		t.Errorf("the last id is %d", p.ID)
+	}
+	s.want(s.do("POST", "/v1/pets", rex), 503, "")
+}
+
+// TestOddNamesOfDatabases opens files with names that have a meaning in a URI, directly and through a symbolic link.
+func TestOddNamesOfDatabases(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{":memory:", "file:x", "a?mode=memory", "a#b", "100%", "%41", "a b&c", "ä\n"} {
+		db := writeFile(t, t.TempDir(), name, "") // an empty file is a new database
+		openService(t, db).add("Rex", 7, "sold")
+		must(t, os.Symlink(db, db+".link"))
+		if p := openService(t, db+".link").add("Tom", 7, "sold"); p.ID != 2 {
+			t.Errorf("the database of %q is not in that file: the second animal, added through a link, has the id %d", name, p.ID)
+		}
+	}
+}
+
+// TestQueriesReadFewPages counts the pages of a large database that SQLite looks at for a request. A scan or a sort looks at
+// hundreds of them.
+func TestQueriesReadFewPages(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newService(t)
+		s.sqlite3(`WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 20000)
+			INSERT INTO pets (name, category_id, status) SELECT printf('%.200c', 'x'), 1, iif(i > 19950, 'pending', 'sold') FROM n;
+			INSERT INTO idempotency_keys SELECT zeroblob(32), id, 1, id, name, category_id, status FROM pets`)
+		pages := func() (n int) {
+			synctest.Wait() // until all connections are idle
+			connections.Lock()
+			defer connections.Unlock()
+			for _, conn := range connections.to[s.db] {
+				for _, counter := range []sqlite.DBStatusOp{sqlite.DBStatusCacheHit, sqlite.DBStatusCacheMiss} {
+					count, _, _ := conn.(sqlite.DBStatus).Status(counter, false)
+					n += count
+				}
+			}
+			return n
+		}
+		for request, most := range map[string]int{
+			"GET /v1/pets?after=10000&limit=50":                20,
+			"GET /v1/pets?after=10000&limit=50&status=pending": 20,
+			"GET /v1/pets?after=10000&limit=50&status=sold":    20,
+			"GET /v1/pets/10000":                               20,
+			"POST /v1/pets":                                    100,
+		} {
+			method, target, _ := strings.Cut(request, " ")
+			before := pages()
+			s.do(method, target, rex, "Idempotency-Key: k")
+			if n := pages() - before; n == 0 || n > most {
+				t.Errorf("%s looks at %d pages, want at most %d", request, n, most)
+			}
+		}
+	})
+}
+
+// TestWaitingCreatesShareOneCommit sends creates while the database is locked, again and again until they have shared one
+// commit, which it finds in the write-ahead log (https://sqlite.org/fileformat.html#walformat). Each of ten keys is sent with
+// two animals, and a trigger refuses one more animal.
+func TestWaitingCreatesShareOneCommit(t *testing.T) {
+	s := parallelService(t)
+	s.sqlite3(`CREATE TRIGGER refuse BEFORE INSERT ON pets WHEN new.name = 'animal 20' BEGIN SELECT RAISE(ABORT, 'refused'); END`)
+	commits := func() (n int) {
+		wal := try(os.ReadFile(s.db + "-wal"))(t)
+		for frame := 32; frame < len(wal); frame += 24 + 4096 {
+			if binary.BigEndian.Uint32(wal[frame+4:]) != 0 {
+				n++
+			}
+		}
+		return n
+	}
+	rounds := 0
+	eventually(t, "waiting creates share one commit", func() bool {
+		before := commits()
+		unlock := s.lock()
+		var statuses [600]atomic.Int64
+		var sending, answered sync.WaitGroup
+		sending.Add(21)
+		for i := range 21 {
+			answered.Go(func() {
+				sending.Done()
+				a := s.do("POST", "/v1/pets", fmt.Sprintf(`{"name":"animal %d","categoryId":7}`, i), fmt.Sprintf("Idempotency-Key: %d-%d", rounds, i%10+i/20*10))
+				statuses[a.status].Add(1)
+			})
+		}
+		sending.Wait()
+		unlock()
+		answered.Wait()
+		rounds++
+		if statuses[201].Load() != 10 || statuses[422].Load() != 10 || statuses[500].Load() != 1 {
+			t.Errorf("%d responses are 201, %d are 422, and %d are 500; want 10, 10 and 1", statuses[201].Load(), statuses[422].Load(), statuses[500].Load())
+		}
+		return commits() == before+1
+	})
+	if n := s.sqlite3("SELECT count(*) FROM pets"); n != strconv.Itoa(10*rounds) {
+		t.Errorf("%s animals are stored, want %d", n, 10*rounds)
+	}
+	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: 0-10"), 201, "Rex") // the key of the refused animal was not remembered
+}
+
+// TestDatabaseThatCannotBeWritten uses a database that is full, then read-only, then locked for too long, and then broken.
+func TestDatabaseThatCannotBeWritten(t *testing.T) {
+	s := parallelService(t)
+	s.pragma("max_page_count = " + s.pragma("page_count"))
+	a := reply{status: 201}
+	for a.status == 201 { // until the last page is full
+		a = s.do("POST", "/v1/pets", `{"name":"`+strings.Repeat("x", 200)+`","categoryId":7}`)
+	}
+	s.want(a, 503, "unavailable")
+	s.want(s.do("GET", "/v1/pets?limit=1", ""), 200, "xxx")
+	s.want(s.do("GET", "/healthz", ""), 200, "ok")
+	s.pragma("max_page_count = 1000000")
+	s.pragma("query_only = ON")
+	s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable")
+	s.pragma("query_only = OFF")
+	s.pragma("busy_timeout = 50")
+	unlock := s.lock()
+	s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable")
+	s.want(s.do("GET", "/v1/pets?limit=2", ""), 200, "xxx")
+	unlock()
+	s.add("Rex", 7, "sold")
+	before := s.sqlite3("SELECT max(id) FROM pets")
+	s.sqlite3(`CREATE TRIGGER refuse BEFORE INSERT ON idempotency_keys BEGIN SELECT RAISE(ABORT, 'refused'); END;
+		CREATE TABLE child (parent REFERENCES pets DEFERRABLE INITIALLY DEFERRED);
+		CREATE TRIGGER orphan BEFORE INSERT ON pets WHEN new.name = 'orphan' BEGIN INSERT INTO child VALUES (0); END`)
+	s.pragma("foreign_keys = ON")
+	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k"), 500, "internal")
+	s.want(s.do("POST", "/v1/pets", `{"name":"orphan","categoryId":7}`), 500, "internal") // COMMIT fails
+	if after := s.sqlite3("SELECT max(id) FROM pets"); after != before {
+		t.Errorf("a create that failed has stored animal %s", after)
+	}
+	s.add("Rex", 7, "sold")
+	s.sqlite3("ALTER TABLE idempotency_keys RENAME TO hidden")
+	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k"), 500, "internal")
+}
+
+// TestReadThatFails has a read fail at its second animal.
+func TestReadThatFails(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+	s.add("Tom", 7, "sold")
+	reads := 0
+	read := func() error {
+		if reads++; reads == 2 {
+			return errors.New("unreadable")
+		}
+		return nil
+	}
+	s.onRead(func() error { return read() })
+	s.want(s.do("GET", "/v1/pets", ""), 500, "internal")
+	s.want(s.do("GET", "/v1/pets", ""), 200, "Tom") // the error is not kept
+}
+
+// TestMovedDatabase moves or replaces the database file while it is in use.
+func TestMovedDatabase(t *testing.T) {
+	s := parallelService(t)
+	for _, replace := range []bool{false, true} {
+		back := s.moveAway()
+		if replace {
+			must(t, os.WriteFile(s.db, nil, 0o600))
+		}
+		a := s.do("POST", "/v1/pets", rex)
+		if s.want(a, 503, "unavailable"); strings.Contains(a.body, filepath.Base(s.db)) {
+			t.Errorf("the response contains the name of the file: %s", a.body)
+		}
+		s.want(s.do("GET", "/healthz", ""), 503, "unavailable")
+		back()
+		s.want(s.do("GET", "/healthz", ""), 200, "ok")
+		s.want(s.do("POST", "/v1/pets", rex), 201, "Rex")
+	}
+	if n := s.sqlite3("SELECT count(*) FROM pets"); n != "2" {
+		t.Errorf("%s animals are stored, want 2", n)
+	}
+}
+
+// TestReadsWhileTheDatabaseIsReplaced reads at once on several connections while another file is in the place of the
+// database, and again when the database is back. None of them may have taken the other file for the database.
+func TestReadsWhileTheDatabaseIsReplaced(t *testing.T) {
+	t.Parallel()
+	for name, replacement := range map[string]string{"an empty file": "", "a copy": "VACUUM INTO"} {
+		t.Run(name, func(t *testing.T) {
+			s := parallelService(t)
+			s.add("old", 7, "sold")
+			var read func() error
+			s.onRead(func() error { return read() })
+			readAtOnce := func(limit int, words string) {
+				var begun atomic.Int64
+				all := make(chan bool)
+				read = func() error {
+					if begun.Add(1) == 4 {
+						close(all)
+					}
+					select {
+					case <-all:
+						return nil
+					case <-time.After(5 * time.Second):
+						return errors.New("no other read began")
+					}
+				}
+				var answered sync.WaitGroup
+				for i := range 4 {
+					answered.Go(func() { s.want(s.do("GET", fmt.Sprint("/v1/pets?limit=", limit+i), ""), 200, words) })
+				}
+				answered.Wait()
+			}
+			other := writeFile(t, t.TempDir(), "other.db", "")
+			if replacement != "" {
+				s.sqlite3(replacement+" ?", other)
+			}
+			log := try(os.Stat(s.db + "-wal"))(t)
+			back := s.moveAway()
+			must(t, os.Rename(other, s.db))
+			readAtOnce(10, "old")
+			back()
+			if now, err := os.Stat(s.db + "-wal"); err != nil || !os.SameFile(log, now) {
+				t.Errorf("the write-ahead log was deleted or replaced (%v)", err)
+			}
+			s.sqlite3("INSERT INTO animals (name, category_id) VALUES ('new', 7)")
+			read = func() error { return nil }
+			eventually(t, "the new animal shows", func() bool { return strings.Contains(s.do("GET", "/v1/pets?limit=10", "").body, "new") })
+			readAtOnce(20, "new")
+		})
+	}
+}
+
+// TestStopAfterAMove moves the database of a running service, or replaces it with another one, and then stops the service. The
+// animals in the write-ahead log must neither be lost nor get into the other database.
+func TestStopAfterAMove(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		replaced, reading bool
+		want              string // the animals that are then in the old place
+	}{
+		"replaced":                          {true, false, "other last"},
+		"moved":                             {false, false, "last"},
+		"moved while another program reads": {false, true, "last"}, // so the log cannot be emptied
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+			db, other, moved := filepath.Join(dir, "animals.db"), filepath.Join(dir, "other.db"), filepath.Join(dir, "moved.db")
+			add := func(db, name string) {
+				s := openService(t, db)
+				s.add(name, 1, "sold")
+				must(t, s.close())
+			}
+			add(other, "other")
+			s := openService(t, db)
+			s.add("first", 1, "sold")
+			reader := connect(t, db)
+			if c.reading {
+				try(reader.Exec("BEGIN; SELECT * FROM pets"))(t)
+			}
+			s.add("second", 1, "sold")
+			must(t, os.Rename(db, moved))
+			if c.replaced {
+				must(t, os.Rename(other, db))
+			}
+			s.pragma("busy_timeout = 0")
+			err := s.close()
+			if (err != nil) != c.reading || err != nil && !strings.Contains(err.Error(), strconv.Quote(db+"-wal")+", was moved, deleted or replaced, and the log holds animals") {
+				t.Errorf("close returned %v", err)
+			}
+			if c.reading {
+				if _, _, err := openStore(db); err == nil || !strings.Contains(err.Error(), "put that database back") {
+					t.Errorf("a start returned %v", err)
+				}
+				must(t, reader.Close())
+				must(t, os.Rename(db+"-wal", moved+"-wal"))
+			}
+			add(db, "last")
+			for file, want := range map[string]string{db: c.want, moved: "first second"} {
+				s := openService(t, file)
+				if names := s.sqlite3("SELECT group_concat(name, ' ') FROM pets"); names != want {
+					t.Errorf("%s has the animals %s, want %s", file, names, want)
+				}
+				if result := s.sqlite3("PRAGMA integrity_check"); result != "ok" {
+					t.Errorf("integrity_check of %s: %s", file, result)
+				}
+			}
+		})
+	}
+}
+
+func TestAnimalsOutliveTheProcess(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+	first := s.do("POST", "/v1/pets", `{"name":"Tom","categoryId":8}`, "Idempotency-Key: k")
+	s.sqlite3("DELETE FROM pets WHERE id = 2")
+	must(t, s.close())
+	must(t, openService(t, s.db).close())
+	if files := snapshot(t, filepath.Dir(s.db)); strings.Count(files, "\n") != 1 {
+		t.Errorf("the files are\n%s", files)
+	}
+	s = openService(t, s.db)
+	s.want(s.do("GET", "/v1/pets", ""), 200, `[{"id":1,"name":"Rex","categoryId":7,"status":"sold"}]`)
+	a := s.do("POST", "/v1/pets", `{"name":"Tom","categoryId":8}`, "Idempotency-Key: k")
+	if s.want(a, 201, first.body); a.header.Get("Idempotency-Replayed") != "true" {
+		t.Error("the Idempotency-Key was forgotten")
+	}
+	if p := s.add("new", 1, "sold"); p.ID != 3 {
+		t.Errorf("the new animal has the id %d, want 3", p.ID)
+	}
+}
+
+// process is the program running as a process.
+type process struct {
+	t      testing.TB
+	cmd    *exec.Cmd
+	url    string   // of the service
+	stderr *os.File // its log
+	log    *bufio.Scanner
+	lines  strings.Builder
+}
+
+// execSelf is the line of shell that becomes the program.
+const execSelf = `exec "$0" "$@"`
+
+// command returns a command that runs the program on a free port through a line of shell that ends in execSelf.
+func command(t testing.TB, shell string, args ...string) *exec.Cmd {
+	args = append([]string{"-c", shell, os.Args[0], "-addr", "127.0.0.1:0", "-db", filepath.Join(t.TempDir(), "animals.db")}, args...)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	t.Cleanup(cancel)
+	cmd := exec.CommandContext(ctx, "sh", args...)
+	cmd.Env = append(os.Environ(), "ANIMALSTORE_PROCESS=1", "API_KEYS="+testKey)
+	try(cmd.StdinPipe())(t) // see TestMain
+	return cmd
+}
+
+// startProcess starts the program, and reads its log until it serves.
+func startProcess(t testing.TB, cmd *exec.Cmd) *process {
 	t.Helper()
+	r, w, err := os.Pipe()
+	must(t, err)
+	p := &process{t: t, cmd: cmd, stderr: r, log: bufio.NewScanner(r)}
+	cmd.Stderr = w
+	must(t, cmd.Start())
+	w.Close()
+	t.Cleanup(func() {
+		cmd.Process.Kill()
+		cmd.Wait()
+		r.Close()
+	})
+	p.url = p.read(`msg=started url=(\S+)`)[1]
+	return p
+}
+
+// read reads the log up to a line that matches pattern, and returns the submatches.
+func (p *process) read(pattern string) []string {
+	p.t.Helper()
+	for p.log.Scan() {
+		fmt.Fprintln(&p.lines, p.log.Text())
+		if match := regexp.MustCompile(pattern).FindStringSubmatch(p.log.Text()); match != nil {
+			return match
+		}
+	}
+	p.t.Fatalf("the log has no %s: %s", pattern, p.lines.String())
+	return nil
+}
+
+// stop sends the signals, and returns the exit status and the whole log.
+func (p *process) stop(signals ...syscall.Signal) (status int, log string) {
+	p.t.Helper()
+	for _, sig := range signals {
+		p.cmd.Process.Signal(sig)
+	}
+	for p.log.Scan() {
+		fmt.Fprintln(&p.lines, p.log.Text())
+	}
+	p.cmd.Wait()
+	return p.cmd.ProcessState.ExitCode(), p.lines.String()
+}
+
+// fetch sends a request with a valid key and the given headers, as service.do does, over the network.
+func fetch(client *http.Client, method, url, body string, headers ...string) (status int, text string, err error) {
+	r, err := http.NewRequest(method, url, strings.NewReader(body))
 	if err != nil {
-		t.Fatal(err)
+		return 0, "", err
 	}
-}
-
-// ok returns v. It ends the tests if err is not nil.
-func ok[T any](v T, err error) T {
+	setHeaders(r, headers)
+	resp, err := client.Do(r)
 	if err != nil {
-		panic(err)
+		return 0, "", err
 	}
-	return v
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	return resp.StatusCode, string(b), err
 }
 
-// lookup returns a replacement of os.LookupEnv for the given environment.
-func lookup(env map[string]string) func(string) (string, bool) {
-	return func(name string) (string, bool) {
-		value, ok := env[name]
-		return value, ok
+// TestKilledProcessLosesNothing kills the program several times while clients add animals.
+func TestKilledProcessLosesNothing(t *testing.T) {
+	t.Parallel()
+	db := filepath.Join(t.TempDir(), "animals.db")
+	var acknowledged sync.Map // Idempotency-Key to body
+	var sent atomic.Int64
+	for round := range 6 {
+		p := startProcess(t, command(t, execSelf, "-db", db))
+		client := &http.Client{Transport: &http.Transport{}}
+		add := func(i int64) error {
+			key := fmt.Sprint("animal-", i)
+			status, body, err := fetch(client, "POST", p.url+"/v1/pets", fmt.Sprintf(`{"name":%q,"categoryId":1}`, key), "Idempotency-Key: "+key)
+			if err != nil {
+				return err
+			}
+			if before, again := acknowledged.LoadOrStore(key, body); status != 201 || again && before != body {
+				t.Errorf("round %d: the response to %s is %d %s, and was %s", round, key, status, body, before)
+			}
+			return nil
+		}
+		for i := range sent.Load() { // repeats all earlier creates, acknowledged or not
+			must(t, add(i))
+		}
+		var adding sync.WaitGroup
+		var added atomic.Int64
+		for range 16 {
+			adding.Go(func() {
+				for add(sent.Add(1)-1) == nil {
+					added.Add(1)
+				}
+			})
+		}
+		eventually(t, "some animals are added", func() bool { return added.Load() > 40 })
+		p.stop(syscall.SIGKILL)
+		adding.Wait()
+		client.CloseIdleConnections()
+	}
+	s := openService(t, db)
+	if result := s.sqlite3("PRAGMA integrity_check"); result != "ok" {
+		t.Errorf("integrity_check: %s", result)
+	}
+	acknowledged.Range(func(key, body any) bool {
+		p := decode[pet](t, reply{body: body.(string)})
+		if a := s.do("GET", fmt.Sprint("/v1/pets/", p.ID), ""); a.body != body {
+			t.Errorf("%s was acknowledged as %s and is %s", key, body, a.body)
+		}
+		return true
+	})
+	if names, distinct := s.sqlite3("SELECT count(name) FROM pets"), s.sqlite3("SELECT count(DISTINCT name) FROM pets"); names != distinct {
+		t.Errorf("%s animals have %s different names", names, distinct)
 	}
 }
 
-// writeFile creates a file with text in dir, and returns its path.
-func writeFile(t testing.TB, dir, name, text string) string {
-	t.Helper()
-	path := filepath.Join(dir, name)
-	must(t, os.WriteFile(path, []byte(text), 0o600))
-	return path
+// TestDeletedLog deletes the write-ahead log of a running program, and adds animals until that is refused. Then another
+// program may edit the database, and the program is killed or stopped.
+func TestDeletedLog(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		wait   bool // until creates are refused
+		edit   bool // by another program, which begins a new log
+		signal syscall.Signal
+		status int
+		words  string // in the log of the program
+		lost   bool   // whether animals may be lost
+	}{
+		"then killed":                          {true, false, syscall.SIGKILL, -1, "or its write-ahead log was moved, deleted or replaced", false},
+		"then stopped":                         {true, false, syscall.SIGTERM, 1, "the animals in it were saved", false},
+		"then stopped at once":                 {false, false, syscall.SIGTERM, 1, "the animals in it were saved", false},
+		"then edited and stopped":              {true, true, syscall.SIGTERM, 1, "another program has replaced", false},
+		"then edited and killed":               {true, true, syscall.SIGKILL, -1, "or its write-ahead log was moved, deleted or replaced", false},
+		"then edited at once and then stopped": {false, true, syscall.SIGTERM, 1, "another program has replaced", true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := parallelService(t)
+			s.add("first", 7, "sold")
+			must(t, s.close())
+			p := startProcess(t, command(t, execSelf, "-db", s.db))
+			acknowledged := 1
+			add := func() int {
+				status, _, err := fetch(http.DefaultClient, "POST", p.url+"/v1/pets", rex)
+				if must(t, err); status == 201 {
+					acknowledged++
+				}
+				return status
+			}
+			for range 10 {
+				add()
+			}
+			must(t, os.Remove(s.db+"-wal"))
+			add()
+			if c.wait {
+				eventually(t, "creates are refused", func() bool { return add() == 503 })
+				if status, _, err := fetch(http.DefaultClient, "GET", p.url+"/healthz", ""); status != 503 {
+					t.Errorf("GET /healthz = %d (%v), want 503", status, err)
+				}
+			}
+			if c.edit {
+				s.sqlite3("CREATE TABLE edit (x)") // reads no page that is in the deleted log
+			}
+			if status, log := p.stop(c.signal); status != c.status || !strings.Contains(log, c.words) {
+				t.Errorf("exit status %d, want %d; log %s", status, c.status, log)
+			}
+			s = openService(t, s.db)
+			if result := s.sqlite3("PRAGMA integrity_check"); result != "ok" {
+				t.Errorf("integrity_check: %s", result)
+			}
+			if n := s.sqlite3("SELECT count(*) FROM pets"); n != strconv.Itoa(acknowledged) && !c.lost {
+				t.Errorf("%s animals are stored, want %d", n, acknowledged)
+			}
+			if edits := s.sqlite3("SELECT count(*) FROM sqlite_schema WHERE name = 'edit'"); edits == "0" && c.edit && !c.lost {
+				t.Error("the edit is lost")
+			}
+		})
+	}
 }
 
-// snapshot lists the files in dir with their times and the sums of their contents, one a line.
-func snapshot(t testing.TB, dir string) (text string) {
-	t.Helper()
-	for _, e := range ok(os.ReadDir(dir)) {
-		info, _ := e.Info()
-		data, _ := os.ReadFile(filepath.Join(dir, e.Name()))
-		text += fmt.Sprintf("%s %v %x\n", e.Name(), info.ModTime(), sha256.Sum256(data))
+// TestPanicInTheStore tests that a panic there ends the program: it would go on without the connection in use, and after a write
+// with a transaction in an unknown state.
+func TestPanicInTheStore(t *testing.T) {
+	t.Parallel()
+	for _, request := range []string{"GET /v1/pets", "GET /v1/pets/1", "GET /healthz", "POST /v1/pets"} {
+		s := newService(t)
+		s.add("Rex", 7, "sold")
+		must(t, s.close())
+		p := startProcess(t, command(t, execSelf, "-db", s.db))
+		method, target, _ := strings.Cut(request, " ")
+		if method == "POST" {
+			s.sqlite3("CREATE TRIGGER broken AFTER INSERT ON pets BEGIN SELECT call('no function'); END")
+		} else {
+			s.onRead(nil) // in the other process there is no such function, either
+		}
+		if status, body, err := fetch(http.DefaultClient, method, p.url+target, rex); err == nil {
+			t.Fatalf("%s = %d %s, want no response", request, status, body)
+		}
+		if status, log := p.stop(); status != 2 || !strings.Contains(log, "panic: ") {
+			t.Errorf("after %s: exit status %d, log %s", request, status, log)
+		}
 	}
-	return text
+}
+
+// TestRestartUnderLoadRefusesNothing restarts the program on a socket that the test passes to it, as systemd would.
+func TestRestartUnderLoadRefusesNothing(t *testing.T) {
+	t.Parallel()
+	ln := try(net.Listen("tcp", "127.0.0.1:0"))(t)
+	defer ln.Close()
+	socket := try(ln.(*net.TCPListener).File())(t)
+	defer socket.Close()
+	db := filepath.Join(t.TempDir(), "animals.db")
+	start := func() *process {
+		cmd := command(t, `LISTEN_FDS=1 LISTEN_PID=$$ `+execSelf, "-addr", "192.0.2.1:1", "-db", db)
+		cmd.ExtraFiles = []*os.File{socket}
+		return startProcess(t, cmd)
+	}
+	p := start()
+	url := "http://" + ln.Addr().String()
+	if p.url != url {
+		t.Fatalf("the service is at %s, want %s", p.url, url)
+	}
+	var answered atomic.Int64
+	clients := []*http.Client{{Transport: &http.Transport{DisableKeepAlives: true}}, {Transport: &http.Transport{}}}
+	stop := repeat(8, func(i int) {
+		status, body, err := fetch(clients[i%2], "POST", url+"/v1/pets", rex)
+		if err != nil || status != 201 {
+			t.Errorf("%d %s %v", status, body, err)
+		}
+		answered.Add(1)
+	})
+	for round := range 3 {
+		before := answered.Load()
+		eventually(t, "clients add 100 animals", func() bool { return answered.Load() > before+100 })
+		if status, log := p.stop(syscall.SIGTERM); status != 0 {
+			t.Errorf("exit status %d, log %s", status, log)
+		} else if isNew := strings.Contains(log, "the database is new"); isNew != (round == 0) {
+			t.Errorf("round %d: the log says that the database is new: %v", round, isNew)
+		}
+		p = start()
+	}
+	stop()
+	status, body, err := fetch(clients[0], "GET", fmt.Sprintf("%s/v1/pets?after=%d", url, answered.Load()-1), "")
+	if err != nil || status != 200 || strings.Count(body, `"id"`) != 1 {
+		t.Errorf("%d creates were acknowledged, and the last animal is %s (%v)", answered.Load(), body, err)
+	}
+}
+
+// TestSignals sends signals while a request is in progress.
+func TestSignals(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		shell   string
+		signals []syscall.Signal // the last one stops the program
+	}{
+		"interrupt":     {execSelf, []syscall.Signal{syscall.SIGINT}},
+		"terminated":    {execSelf, []syscall.Signal{syscall.SIGTERM}},
+		"not by hangup": {`trap "" HUP; ` + execSelf, []syscall.Signal{syscall.SIGHUP, syscall.SIGTERM}}, // like nohup(1)
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			p := startProcess(t, command(t, c.shell))
+			r, _ := http.NewRequest("POST", p.url+"/v1/pets", nil)
+			conn := try(net.Dial("tcp", r.Host))(t)
+			defer conn.Close()
+			fmt.Fprintf(conn, "POST /v1/pets HTTP/1.1\r\n%sExpect: 100-continue\r\n%s", withKey, length29)
+			line := make([]byte, len("HTTP/1.1 100 Continue\r\n\r\n"))
+			if _, err := io.ReadFull(conn, line); !strings.Contains(string(line), "100 Continue") {
+				t.Fatal(string(line), err)
+			}
+			for _, sig := range c.signals {
+				p.cmd.Process.Signal(sig)
+			}
+			cause := c.signals[len(c.signals)-1]
+			p.read(fmt.Sprintf(`msg=stopping cause="%v signal received"$`, cause))
+			p.cmd.Process.Signal(cause) // changes nothing
+			p.cmd.Process.Signal(syscall.SIGINT)
+			fmt.Fprint(conn, rex)
+			if resp, err := http.ReadResponse(bufio.NewReader(conn), r); err != nil || resp.StatusCode != 201 || !resp.Close {
+				t.Errorf("the response is %+v (%v)", resp, err)
+			}
+			if status, log := p.stop(); status != 0 || strings.Count(log, "msg=stopping") != 1 || !strings.Contains(log, "msg=stopped\n") {
+				t.Errorf("status %d, log %s", status, log)
+			}
+		})
+	}
+	t.Run("hangup", func(t *testing.T) {
+		t.Parallel()
+		p := startProcess(t, command(t, execSelf))
+		p.stop(syscall.SIGHUP)
+		if status := p.cmd.ProcessState.Sys().(syscall.WaitStatus); !status.Signaled() || status.Signal() != syscall.SIGHUP {
+			t.Errorf("the process ended with %v, want the default action of SIGHUP", p.cmd.ProcessState)
+		}
+	})
+}
+
+// TestLog tests what the log line of a request contains, and what it must not contain.
+func TestLog(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var log bytes.Buffer
+		s := newService(t, &log)
+		s.add("Rex", 7, "sold")
+		s.onRead(func() error { return errors.New("no such animal") })
+		time.Sleep(time.Second) // until the service has found the last change
+		long := strings.Repeat("x", 1024)
+		for _, c := range []struct {
+			method, target, headers string
+			status                  int
+			has, hasNot             string // separated by |
+		}{
+			{"GET", "/v1/pets?after=7", "X-Request-Id: mine", 200,
+				"level=INFO msg=request | client=192.0.2.1:1234 method=GET path=/v1/pets status=200 bytes=3 duration=| key=62af8704\n", "after|mine|error"},
+			{"HEAD", "/v1/pets?after=7", "", 200, " bytes=0 ", "error"},
+			{"GET", "/v1/pets?limit=0", "", 400, `level=INFO | key=62af8704 error="limit must be`, ""},
+			{"GET", "/v1/pets/x%0Ay", "Authorization: Bearer guess", 401, `path="/v1/pets/x\ny" status=401| error="a valid API key is required`, "guess|key="},
+			{long + "x", "/" + long, "", 404, " method=" + long + " path=/" + long[1:] + " status=404 ", ""},
+			{"GET", "/v1/pets", "", 500, `level=ERROR|no such animal`, ""},
+			{"GET", "/healthz", "", 503, `level=ERROR|no such animal`, ""},
+		} {
+			log.Reset()
+			a := s.do(c.method, c.target, "", strings.Split(c.headers, "|")...)
+			id := " id=" + a.header.Get("X-Request-Id") + " "
+			if a.status != c.status || strings.Contains(a.body, "no such") || strings.Count(log.String(), "\n") != 1 {
+				t.Errorf("%s = %d %s, log %s", a.request, a.status, a.body, log.String())
+			}
+			for _, words := range strings.Split(c.has+"|"+id, "|") {
+				if !strings.Contains(log.String(), words) {
+					t.Errorf("no %q in %s", words, log.String())
+				}
+			}
+			for _, words := range strings.Split(c.hasNot+"|"+testKey, "|") {
+				if words != "" && strings.Contains(log.String(), words) {
+					t.Errorf("%q in %s", words, log.String())
+				}
+			}
+		}
+	})
+}
+
+// TestLogWriter writes to a pipe that nobody reads for some time.
+func TestLogWriter(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		pr, pw := io.Pipe()
+		log := newLogWriter(pw)
+		for i := range 5000 {
+			fmt.Fprintln(log, "line", i)
+		}
+		var text strings.Builder
+		go io.Copy(&text, pr)
+		time.Sleep(time.Second)
+		fmt.Fprintln(log, "the end")
+		log.close()
+		pr.Close()
+		synctest.Wait()
+		written, dropped := strings.Count(text.String(), "line "), 0
+		for _, report := range regexp.MustCompile(`level=WARN .* lines=(\d+)\n`).FindAllStringSubmatch(text.String(), -1) {
+			n, _ := strconv.Atoi(report[1])
+			dropped += n
+		}
+		if written < 1000 || dropped == 0 || written+dropped != 5000 || !strings.HasSuffix(text.String(), "\nthe end\n") {
+			t.Errorf("%d lines were written and %d reported as dropped, want 5000 in all, in\n%s", written, dropped, text.String())
+		}
+	})
+}
+
+// TestStalledLogStopsNothing fills the pipe that is the log, or closes it at the other end.
+func TestStalledLogStopsNothing(t *testing.T) {
+	t.Parallel()
+	for _, closed := range []bool{false, true} {
+		t.Run(fmt.Sprint("closed: ", closed), func(t *testing.T) {
+			t.Parallel()
+			p := startProcess(t, command(t, execSelf))
+			if closed {
+				p.stderr.Close()
+			}
+			target := fmt.Sprint(p.url, "/v1/pets/", strings.Repeat("x", 8000))
+			for i := range 100 {
+				if status, _, err := fetch(http.DefaultClient, "GET", target, ""); status != 404 {
+					t.Fatalf("request %d = %d %v, want 404", i, status, err)
+				}
+			}
+			if status, body, err := fetch(http.DefaultClient, "POST", p.url+"/v1/pets", rex); status != 201 {
+				t.Errorf("POST /v1/pets = %d %s %v", status, body, err)
+			}
+			p.cmd.Process.Signal(syscall.SIGTERM)
+			p.cmd.Wait()
+			if status := p.cmd.ProcessState.ExitCode(); status != 0 {
+				t.Errorf("exit status %d", status)
+			}
+		})
+	}
+}
+
+// TestWithoutAKey starts the program without a key, with a database named as SQLite names one in memory, and with the
+// environment variables of a socket for another process.
+func TestWithoutAKey(t *testing.T) {
+	t.Parallel()
+	cmd := command(t, "unset API_KEYS; LISTEN_PID=1 LISTEN_FDS=1 "+execSelf, "-db", ":memory:")
+	cmd.Dir = t.TempDir()
+	p := startProcess(t, cmd)
+	key := regexp.MustCompile(`api_key=([A-Z2-7]{26})\n`).FindStringSubmatch(p.lines.String())
+	if key == nil {
+		t.Fatal(p.lines.String())
+	}
+	for sent, want := range map[string]int{key[1]: 200, testKey: 401} {
+		if status, body, err := fetch(http.DefaultClient, "GET", p.url+"/v1/pets", "", "Authorization: Bearer "+sent); status != want {
+			t.Errorf("with the key %s: %d %s %v, want %d", sent, status, body, err, want)
+		}
+	}
+	db := filepath.Join(cmd.Dir, ":memory:")
+	status, log := p.stop(syscall.SIGTERM)
+	if status != 0 || strings.Count(log, key[1]) != 1 || !strings.Contains(log, "database="+db+" keys=1 ") ||
+		!strings.Contains(log, `level=WARN msg="the database is new and empty" database=`+db) {
+		t.Errorf("status %d, log %s", status, log)
+	}
+	if files := snapshot(t, cmd.Dir); !strings.HasPrefix(files, ":memory: ") || strings.Count(files, "\n") != 1 {
+		t.Errorf("the files are\n%s", files)
+	}
+}
+
+// TestTLS serves HTTPS, and tests the versions of TLS and HTTP.
+func TestTLS(t *testing.T) {
+	t.Parallel()
+	ts := httptest.NewTLSServer(nil)
+	defer ts.Close()
+	key := try(x509.MarshalPKCS8PrivateKey(ts.TLS.Certificates[0].PrivateKey))(t)
+	pemFile := func(kind string, der []byte) string {
+		return writeFile(t, t.TempDir(), "pem", string(pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der})))
+	}
+	p := startProcess(t, command(t, execSelf,
+		"-tls-cert", pemFile("CERTIFICATE", ts.Certificate().Raw), "-tls-key", pemFile("PRIVATE KEY", key)))
+	transport := ts.Client().Transport.(*http.Transport).Clone()
+	transport.TLSClientConfig.ServerName, transport.ForceAttemptHTTP2 = "example.com", true
+	r, _ := http.NewRequest("GET", p.url+"/v1/pets", nil)
+	setHeaders(r, nil)
+	resp := try(transport.RoundTrip(r))(t)
+	if a := checked(t, r, resp); a.status != 200 || resp.ProtoMajor != 1 {
+		t.Errorf("got %d over HTTP/%d", a.status, resp.ProtoMajor)
+	}
+	transport.TLSClientConfig.MinVersion, transport.TLSClientConfig.MaxVersion = tls.VersionTLS10, tls.VersionTLS11
+	transport.CloseIdleConnections()
+	if _, err := transport.RoundTrip(r); err == nil {
+		t.Error("TLS 1.1 is accepted")
+	}
+	if status, log := p.stop(syscall.SIGTERM); status != 0 || !strings.Contains(log, `level=WARN msg="http: TLS handshake error`) {
+		t.Errorf("status %d, log %s", status, log)
+	}
+}
+
+// TestSettings runs the program with mistakes in the command line, in files and in the environment.
+func TestSettings(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	file := func(name, text string) string { return writeFile(t, dir, name, text) }
+	foreign := func(name, statements string) string {
+		s := &service{t: t, db: filepath.Join(dir, name)}
+		s.sqlite3(statements)
+		return s.db
+	}
+	ours := func(name, statements string) string {
+		must(t, openService(t, filepath.Join(dir, name)).close())
+		return foreign(name, statements)
+	}
+	taken := try(net.Listen("tcp", "127.0.0.1:0"))(t)
+	defer taken.Close()
+	none, dangling := filepath.Join(dir, "none"), filepath.Join(dir, "dangling")
+	must(t, os.Symlink(none, dangling))
+	loop, linked := filepath.Join(dir, "loop"), filepath.Join(t.TempDir(), "linked")
+	must(t, os.Symlink(loop, loop))
+	moved, emptied := strings.TrimSuffix(file("moved-wal", "some log"), "-wal"), file("emptied", "")
+	file("emptied-wal", "some log")
+	must(t, os.Symlink(emptied, linked))
+	fifo := filepath.Join(t.TempDir(), "fifo")
+	must(t, exec.Command("mkfifo", fifo).Run())
+	newer, fine, readOnly := ours("newer", "PRAGMA user_version = 2"), ours("fine", ""), ours("read-only", "")
+	must(t, exec.Command("sh", "-c", `printf '\3' | dd of="$0" bs=1 seek=18 conv=notrunc`, readOnly).Run()) // to a format that SQLite only reads
+	for _, c := range []struct {
+		args   string // separated by spaces; _ stands for an empty argument, ~ for a line break
+		env    string
+		status int
+		words  string
+	}{
+		{"-colour", "", 2, "not defined: -colour"},
+		{"serve", "", 2, `unexpected argument "serve"`},
+		{"-db _", "", 2, "-db must not be empty"},
+		{"-addr _", "", 2, "-addr must not be empty"},
+		{"-tls-cert x", "", 2, "give both or neither"},
+		{"-tls-cert " + none + " -tls-key " + none, "API_KEYS=k", 1, "no such file"},
+		{"-addr " + taken.Addr().String(), "LISTEN_FDS=0", 1, "address already in use"},
+		{"-addr :0", "", 1, "set API_KEYS or -keys"},
+		{"", "API_KEYS=", 1, "contain no API key"},
+		{"", "API_KEYS=one, k # tom", 1, "API_KEYS, item 2: an API key must consist of visible ASCII"},
+		{"-keys " + file("spaced", "# none\r\none\r\nk # tom\r\n"), "API_KEYS=k", 1, `spaced", line 3: an API key must`},
+		{"", "LISTEN_FDS=2", 1, "one socket"},
+		{"-keys " + none + "/keys", "API_KEYS=k", 1, `none/keys": open `},
+		{"-keys " + file("comments", "# none\n\n  \r\n"), "", 1, "contain no API key"},
+		{"-keys " + file("listed", "one,tom"), "API_KEYS=k", 1, `listed", line 1: an API key must`},
+		{"-db " + dir, "API_KEYS=k", 1, "is it a file"},
+		{"-db " + fifo, "API_KEYS=k", 1, "is it a file"},
+		{"-db " + dangling, "API_KEYS=k", 1, `dangling": lstat ` + none + ": no such file"},
+		{"-db " + loop, "API_KEYS=k", 1, `loop": EvalSymlinks: too many links`},
+		{"-db " + none + "/animals.db", "API_KEYS=k", 1, "in an existing folder"},
+		{"-keys " + none + "/a~b", "", 1, "/a b: no such"},
+		{"-db " + moved, "API_KEYS=k", 1, `moved-wal" is the write-ahead log of one`},
+		{"-db " + emptied, "API_KEYS=k", 1, `emptied-wal" is the write-ahead log of one`},
+		{"-db " + linked, "API_KEYS=k", 1, `emptied-wal" is the write-ahead log of one`},
+		{"-db " + ours("dump", "PRAGMA application_id = 0"), "API_KEYS=k", 1, "its application_id is not 1348826227"},
+		{"-db " + file("text", "some text"), "API_KEYS=k", 1, "If it is damaged, restore a backup"},
+		{"-db " + file("short-text", "ab"), "API_KEYS=k", 1, "file is not a database"},
+		{"-db " + foreign("foreign-wal", "PRAGMA journal_mode = WAL; CREATE TABLE t (x)"), "API_KEYS=k", 1, "not a database of this service"},
+		{"-db " + foreign("versioned", "PRAGMA user_version = 1"), "API_KEYS=k", 1, "not a database of this service"},
+		{"-db " + newer, "API_KEYS=k", 1, "a newer version"},
+		{"-db " + newer + " -backup " + none, "", 1, "a newer version"},
+		{"-backup " + none, "", 1, "unable to open database file"},
+		{"-db " + emptied + " -backup " + none, "", 1, "not a database of this service"},
+		{"-db " + readOnly, "API_KEYS=k", 1, "attempt to write a readonly database"},
+		{"-db " + fine + " -backup " + dangling, "", 1, "exists already"},
+		{"-db " + fine + " -backup " + none + "/copy", "", 1, `none/copy.`},
+	} {
+		args := []string{"-addr", "localhost:0", "-db", filepath.Join(dir, "new.db")}
+		for _, arg := range strings.Fields(c.args) {
+			args = append(args, strings.NewReplacer("_", "", "~", "\n").Replace(arg))
+		}
+		name, value, _ := strings.Cut(c.env, "=")
+		env := map[string]string{"LISTEN_PID": strconv.Itoa(os.Getpid()), name: value}
+		before := snapshot(t, dir)
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second) // in case the service starts
+		var stdout, stderr strings.Builder
+		status := run(ctx, args, lookup(env), &stdout, &stderr)
+		cancel()
+		if status != c.status || !strings.Contains(stderr.String(), c.words) {
+			t.Errorf("%q with %q: status %d, %q; want %d, %q", args, c.env, status, stderr.String(), c.status, c.words)
+		}
+		if strings.Count(stderr.String(), "\n") != 1 || stdout.Len() > 0 || strings.Contains(stderr.String(), "tom") {
+			t.Errorf("%q: standard error is %q, want one line without a key, and standard output is %q", args, stderr.String(), stdout.String())
+		}
+		if after := snapshot(t, dir); after != before {
+			t.Errorf("%q changed the files from\n%s to\n%s", args, before, after)
+		}
+	}
+}
+
+// TestBackup writes a backup while animals are added.
+func TestBackup(t *testing.T) {
+	s := parallelService(t)
+	for range 100 {
+		s.add("before", 1, "sold")
+	}
+	dir := t.TempDir()
+	backup := func() (status int, output string) {
+		cmd := command(t, "unset API_KEYS; "+execSelf, "-db", s.db, "-backup", "copy.db")
+		cmd.Dir = dir
+		out, _ := cmd.CombinedOutput()
+		return cmd.ProcessState.ExitCode(), string(out)
+	}
+	stop := repeat(4, func(int) { s.add("meanwhile", 1, "available") })
+	status, output := backup()
+	stop()
+	if status != 0 {
+		t.Fatalf("status %d: %s", status, output)
+	}
+	before := snapshot(t, dir)
+	if status, output := backup(); status != 1 || !strings.Contains(output, "exists already") {
+		t.Errorf("a backup to an existing file: status %d: %s", status, output)
+	}
+	if after := snapshot(t, dir); after != before || strings.Count(after, "\n") != 1 {
+		t.Errorf("the files were\n%s and are\n%s", before, after)
+	}
+	restored := openService(t, filepath.Join(dir, "copy.db"))
+	copied := restored.sqlite3("SELECT max(id) FROM pets")
+	if got := decode[[]pet](t, restored.do("GET", "/v1/pets?limit=100", "")); len(got) != 100 || got[99].ID != 100 {
+		t.Errorf("the first page of the backup has %d animals, want the 100 that were there before", len(got))
+	}
+	if p := restored.add("after", 1, "sold"); fmt.Sprint(p.ID-1) != copied {
+		t.Errorf("the last id in the backup is %s, and the next is %d", copied, p.ID)
+	}
+}
+
+// TestFailedBackupLeavesNothing backs up a damaged database, and interrupts another backup.
+func TestFailedBackupLeavesNothing(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+	must(t, s.close())
+	s.sqlite3("PRAGMA writable_schema = ON; UPDATE sqlite_schema SET sql = replace(sql, 'BETWEEN 1', 'BETWEEN 9')")
+	interrupted, cancel := context.WithCancel(t.Context())
+	cancel()
+	before := snapshot(t, filepath.Dir(s.db))
+	for ctx, what := range map[context.Context]string{t.Context(): "damaged", interrupted: "canceled"} {
+		var stderr strings.Builder
+		if status := run(ctx, []string{"-db", s.db, "-backup", s.db + ".copy"}, lookup(nil), io.Discard, &stderr); status != 1 || !strings.Contains(stderr.String(), what) {
+			t.Errorf("the %s backup ended with %d %s", what, status, stderr.String())
+		}
+		if after := snapshot(t, filepath.Dir(s.db)); after != before {
+			t.Errorf("after the %s backup the files are\n%s", what, after)
+		}
+	}
+}
+
+// FuzzRequests adds an animal with any body, and lists animals with any query. The responses must be in openapi.json, and an
+// accepted animal must read back as it was sent.
+func FuzzRequests(f *testing.F) {
+	for query, body := range map[string]string{
+		"": rex, "limit=5&status=sold&after=3": `{"name":"\ud83d\udc36","categoryId":-9223372036854775808,"status":"sold"}`,
+		"limit=101": `{"name":"\ud83d","categoryId":1e2}`, "%zz": `{"name":"x","name":"y"}`, "a;b": "{\"name\":\"\xff\"}", "limit=1&limit=1": `[]`,
+	} {
+		f.Add(query, []byte(body))
+	}
+	handler := newService(f).server
+	f.Fuzz(func(t *testing.T, query string, body []byte) {
+		s := &service{t: t, server: handler}
+		list := httptest.NewRequest("GET", "/v1/pets", nil)
+		list.URL.RawQuery = query
+		if a := s.doRequest(list); a.status != 200 && a.status != 400 {
+			t.Errorf("%q = %d %s", query, a.status, a.body)
+		}
+		a := s.do("POST", "/v1/pets", string(body))
+		if a.status == 400 || a.status == 413 && len(body) > maxBody {
+			return
+		}
+		s.want(a, 201, "")
+		if got := s.do("GET", a.header.Get("Location"), ""); got.body != a.body {
+			t.Errorf("POST %q = %s, but it reads back as %s", body, a.body, got.body)
+		}
+		var sent map[string]any
+		dec := json.NewDecoder(bytes.NewReader(body))
+		dec.UseNumber()
+		must(t, dec.Decode(&sent))
+		for name, value := range sent {
+			member := string(encode(map[string]any{name: value}))
+			if !strings.Contains(a.body, member[1:len(member)-2]) {
+				t.Errorf("%q reads back as %s", body, a.body)
+			}
+		}
+	})
+}
+
+// BenchmarkRequests measures how many requests per second the service answers over TCP.
+func BenchmarkRequests(b *testing.B) {
+	for _, c := range []struct {
+		name, target string // %d stands for a random number up to 100,000
+		adds         int    // how many of 100 requests add an animal
+		withKey      bool   // an Idempotency-Key
+		connections  int
+	}{
+		{"add, 64 connections", "", 100, false, 64},
+		{"add, 1 connection", "", 100, false, 1},
+		{"add with an Idempotency-Key, 64 connections", "", 100, true, 64},
+		{"add with an Idempotency-Key, 1 connection", "", 100, true, 1},
+		{"list, first page", "/v1/pets", 0, false, 32},
+		{"list, first page of a status", "/v1/pets?status=sold", 0, false, 32},
+		{"fetch, one animal", "/v1/pets/77", 0, false, 32},
+		{"list, any page", "/v1/pets?after=%d", 0, false, 32},
+		{"fetch, any animal", "/v1/pets/%d", 0, false, 32},
+		{"list, first page, and one add in ten requests, 1000 connections", "/v1/pets", 10, false, 1000},
+	} {
+		b.Run(c.name, func(b *testing.B) {
+			s := newService(b)
+			s.sqlite3(`WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 100000)
+				INSERT INTO pets (name, category_id, status) SELECT 'animal number ' || i, i % 50,
+					CASE i % 3 WHEN 0 THEN 'available' WHEN 1 THEN 'pending' ELSE 'sold' END FROM n`)
+			ts := httptest.NewServer(s)
+			defer ts.Close()
+			client := &http.Client{Transport: &http.Transport{MaxConnsPerHost: c.connections, MaxIdleConnsPerHost: c.connections}}
+			defer client.CloseIdleConnections()
+			b.SetParallelism(max(64, c.connections) / runtime.GOMAXPROCS(0))
+			b.ReportAllocs()
+			b.ResetTimer()
+			b.RunParallel(func(pb *testing.PB) {
+				for pb.Next() {
+					method, target, body, header := "GET", strings.Replace(c.target, "%d", strconv.Itoa(1+rand.Intn(100000)), 1), "", ""
+					if rand.Intn(100) < c.adds {
+						method, target, body = "POST", "/v1/pets", rex
+					}
+					if c.withKey {
+						header = fmt.Sprint("Idempotency-Key: ", rand.Int63())
+					}
+					if status, text, err := fetch(client, method, ts.URL+target, body, header); err != nil || status >= 300 {
+						b.Errorf("%s %s = %d %s, %v", method, target, status, text, err)
+					}
+				}
+			})
+			b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "requests/s")
+		})
+	}
 }
 
 // document is openapi.json, decoded by TestMain.
@@ -440,1698 +2138,4 @@ func schemaFaults(schema, v any, where string) (faults []string) {
 	}
 	check(at(schema, "type") == kind, "type")
 	return faults
-}
-
-// TestListPets tests the content of pages and the links between them.
-func TestListPets(t *testing.T) {
-	s := parallel(t)
-	if a := s.do("GET", "/v1/pets", ""); a.body != "[]\n" || a.header.Get("Link") != "" {
-		t.Errorf("an empty list is %q with Link %q", a.body, a.header.Get("Link"))
-	}
-	var all []pet
-	for i := range 45 {
-		all = append(all, s.add(fmt.Sprintf("animal %d", i), int64(i), petStatuses[i%3]))
-	}
-	sold := slices.DeleteFunc(slices.Clone(all), func(p pet) bool { return p.Status != "sold" })
-	for _, c := range []struct {
-		query, link string
-		want        []pet
-	}{
-		{"", "</v1/pets?after=20>", all[:20]},
-		{"?limit=1", "</v1/pets?after=1&limit=1>", all[:1]},
-		{"?limit=1", "</v1/pets?after=1&limit=1>", all[:1]}, // from the cache
-		{"?limit=45", "", all},
-		{"?limit=44", "</v1/pets?after=44&limit=44>", all[:44]},
-		{"?after=44", "", all[44:]},
-		{"?after=9223372036854775807", "", []pet{}},
-		{"?status=sold&limit=15", "", sold},
-		{"?limit=14&status=sold", "</v1/pets?after=42&limit=14&status=sold>", sold[:14]},
-		{"?%6Cimit=%31", "</v1/pets?after=1&limit=1>", all[:1]},
-	} {
-		a := s.do("GET", "/v1/pets"+c.query, "")
-		if got := decode[[]pet](t, a); a.status != 200 || !slices.Equal(got, c.want) {
-			t.Errorf("%s = %d %v, want %v", a.request, a.status, got, c.want)
-		}
-		if link := strings.TrimSuffix(a.header.Get("Link"), `; rel="next"`); link != c.link {
-			t.Errorf("%s has Link %s, want %s", a.request, link, c.link)
-		}
-	}
-}
-
-// TestPagingSeesEachAnimalOnce follows the links while animals are added.
-func TestPagingSeesEachAnimalOnce(t *testing.T) {
-	s := parallel(t)
-	for range 120 {
-		s.add("before", 1, "available")
-	}
-	stop := repeat(4, func(int) { s.add("meanwhile", 1, "available") })
-	var ids []int64
-	for target := "/v1/pets?limit=7&status=available"; target != "" && len(ids) < 120; {
-		a := s.do("GET", target, "")
-		for _, p := range decode[[]pet](t, a) {
-			ids = append(ids, p.ID)
-		}
-		target, _, _ = strings.Cut(strings.TrimPrefix(a.header.Get("Link"), "<"), ">")
-	}
-	stop()
-	for i := range max(120, len(ids)) {
-		if i >= len(ids) || ids[i] != int64(i+1) {
-			t.Fatalf("the ids on the pages are %v, want 1, 2, 3, ... 120", ids)
-		}
-	}
-}
-
-func TestCreatePetKeepsWhatWasSent(t *testing.T) {
-	s := parallel(t)
-	dogs := strings.Repeat("🐶", 255)
-	for i, c := range []struct{ body, want string }{
-		{rex, `"name":"Rex","categoryId":7,"status":"available"`},
-		{` { "status" : "sold" , "categoryId" : -1 , "name" : "a" } ` + "\r\n\t", `"name":"a","categoryId":-1,"status":"sold"`},
-		{"{\r\n\t\"name\":\t\"x\",\r\n\t\"categoryId\":\r\n1,\t\"status\"\n:\r\"pending\"\t}", `"name":"x","categoryId":1,"status":"pending"`},
-		{`{"name":"}]:,{[\"\\","categoryId":-9223372036854775808}`, `"name":"}]:,{[\"\\","categoryId":-9223372036854775808,"status":"available"`},
-		{`{"name":"\uD7A3\uE000\uDBFF\uDFFF\uD800\uDC00","categoryId":9223372036854775807}`,
-			"\"name\":\"\ud7a3\ue000\U0010FFFF\U00010000\"," + `"categoryId":9223372036854775807,"status":"available"`},
-		{`{"name":" <&> ","categoryId":0}`, `"name":" <&> ","categoryId":0,"status":"available"`},
-		{`{"n\u0061me":"x","categoryId":1}`, `"name":"x","categoryId":1,"status":"available"`},
-		{`{"name":"\uD83D\uDC36\u00e9\\uD83D","categoryId":1}`, `"name":"🐶é\\uD83D","categoryId":1,"status":"available"`},
-		{`{"name":"\"\\\/\b\f\n\r\t","categoryId":1}`, `"name":"\"\\/\b\f\n\r\t","categoryId":1,"status":"available"`},
-		{`{"name":"` + dogs + `","categoryId":1}`, `"name":"` + dogs + `","categoryId":1,"status":"available"`},
-	} {
-		want := fmt.Sprintf("{\"id\":%d,%s}\n", i+1, c.want)
-		a := s.do("POST", "/v1/pets", c.body, "Content-Type: application/json; charset=latin1")
-		location := fmt.Sprintf("/v1/pets/%d", i+1)
-		if a.status != 201 || a.body != want || a.header.Get("Location") != location || a.header.Get("Connection") != "" {
-			t.Errorf("POST %s = %d %s, at %q, want %s", c.body, a.status, a.body, a.header.Get("Location"), want)
-		}
-		if got := s.do("GET", location, ""); got.body != want {
-			t.Errorf("%s = %s, want %s", got.request, got.body, want)
-		}
-	}
-}
-
-func TestCreatePetRefusesInvalidBodies(t *testing.T) {
-	s := parallel(t)
-	const nameRule = "name must be a string of 1 to 255 characters, not all white space, without U+0000, U+FFFD or unpaired surrogates"
-	for body, words := range map[string]string{
-		"":                                       "one JSON object",
-		"null":                                   "one JSON object",
-		`{"name":"x","categoryId":1,}`:           `one JSON object: invalid character '}' looking for beginning of object key string, at byte 28"`,
-		`{"name":"x" "categoryId":1}`:            `invalid character '\"' after object key:value pair, at byte 13"`,
-		`{"name":"x","categoryId":1 `:            `unexpected end of JSON input, at byte 27"`,
-		`{"name":nul}`:                           `invalid character '}' in literal null (expecting 'l'), at byte 12`,
-		rex + "{}":                               "one JSON object",
-		"\ufeff" + rex:                           "one JSON object",
-		"{\"name\":\"\xff\",\"categoryId\":1}":   "UTF-8",
-		`{}`:                                     "name is required; categoryId is required",
-		`{"name":null,"categoryId":null}`:        nameRule + "; categoryId must be an integer",
-		`{"name":"x","categoryID":1}`:            `unknown member \"categoryID\"; categoryId is required`,
-		`{"` + strings.Repeat("x", 99) + `":1}`:  strings.Repeat("x", 64) + `\"`,
-		`{"name":"x","name":"x","categoryId":1}`: `\"name\" must not be repeated`,
-		`{"name":"x","n\u0061me":"y","categoryId":1}`:                `\"name\" must not be repeated`,
-		`{"name":7,"categoryId":1}`:                                  "name must be",
-		"{\"name\":\" \u00a0\u2003\u3000\u0085\",\"categoryId\":1}":  "name must be",
-		`{"name":"a\u0000b","categoryId":1}`:                         "name must be",
-		`{"name":"a\uFFFDb","categoryId":1}`:                         "name must be",
-		`{"name":"a�b","categoryId":1}`:                              "name must be",
-		`{"name":"\uD83D","categoryId":1}`:                           "name must be",
-		`{"name":"\uD800\uE000","categoryId":1}`:                     "name must be",
-		`{"name":"` + strings.Repeat("é", 256) + `","categoryId":1}`: "name must be",
-		`{"name":"x","categoryId":9223372036854775808}`:              "categoryId must be",
-		`{"name":"x","categoryId":"1"}`:                              "categoryId must be",
-		`{"name":"x","categoryId":1e2}`:                              "categoryId must be",
-		`{"name":"x","categoryId":1,"status":null}`:                  "status must be available, pending or sold",
-		`{"status":["sold",[{}]],"name":"x","categoryId":1}`:         `"status must be available, pending or sold","status"`,
-		`{"status":1,"name":1,"x":{"name":2},"categoryId":[]}`:       "sold; " + nameRule + `; unknown member \"x\"; categoryId must be`,
-	} {
-		s.want(s.do("POST", "/v1/pets", body), 400, words)
-	}
-	if a := s.do("GET", "/v1/pets", ""); a.body != "[]\n" {
-		t.Errorf("the animals are %s, want none", a.body)
-	}
-	exact := rex + strings.Repeat(" ", maxBody-len(rex))
-	s.want(s.do("POST", "/v1/pets", exact), 201, "")
-	s.want(s.do("POST", "/v1/pets", exact+" "), 413, "65536")
-	r := httptest.NewRequest("POST", "/v1/pets", io.MultiReader(strings.NewReader(exact), strings.NewReader(" "))) // chunked
-	s.want(s.serve(r), 413, "65536")
-	r = httptest.NewRequest("POST", "/v1/pets", io.MultiReader(strings.NewReader(`{"name":`), iotest.ErrReader(io.ErrUnexpectedEOF)))
-	s.want(s.serve(r), 400, "read to its end") // the client disconnects
-}
-
-// TestPatternOfNames tests that the pattern in openapi.json allows the names that the service accepts. It has \s in the sense
-// of ECMAScript, which counts U+FEFF as white space.
-func TestPatternOfNames(t *testing.T) {
-	s := parallel(t)
-	text := at(document, "components", "schemas", "NewPet", "properties", "name", "pattern").(string)
-	pattern := regexp.MustCompile(strings.ReplaceAll(text, `\s`, "\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"))
-	for c := range rune(unicode.MaxRune) {
-		matches := pattern.MatchString(string(c))
-		if matches && !unicode.IsSpace(c) && c%4999 > 0 || !utf8.ValidRune(c) || c == 0xfeff {
-			continue // of the other characters, one in 4999 is tried
-		}
-		body, _ := json.Marshal(newPet{string(c), 7, "sold"})
-		if a := s.do("POST", "/v1/pets", string(body)); (a.status == 201) != matches {
-			t.Errorf("the name %U = %d, but it matches the pattern: %v", c, a.status, matches)
-		}
-	}
-}
-
-// TestRequests tests the status of responses, and which fault of several they report.
-func TestRequests(t *testing.T) {
-	s := parallel(t)
-	s.add("Rex", 7, "pending")
-	large := strings.Repeat("x", maxBody+1)
-	parameters := "?" // fifty
-	for i := range 50 {
-		parameters += fmt.Sprintf("&p%02d=1", i)
-	}
-	for _, c := range []struct {
-		request, headers, body string // headers are separated by |
-		status                 int
-		words                  string
-	}{
-		{"GET /v1/pets/1", "", "", 200, "Rex"},
-		{"GET /v1/pets/1?limit=x&anything", "", "", 200, "Rex"},
-		{"GET /v1/pets/2", "", "", 404, "no animal"},
-		{"GET /v1/pets/-1", "", "", 404, "no animal"},
-		{"GET /v1/pets/01", "", "", 404, "no animal"},
-		{"GET /v1/pets/rex", "", "", 404, "no animal"},
-		{"GET /v1/pets/1%2F", "", "", 404, "no animal"},
-		{"GET /v1/pets/" + strings.Repeat("9", 3000), "", "", 404, "no animal"},
-		{"HEAD /v1/pets/1", "", "", 200, ""},
-		{"HEAD /v1/pets/2", "", "", 404, ""},
-		{"HEAD /v1/pets", "Accept: text/html", "", 200, ""},
-		{"GET /v1/pets?limit=0", "", "", 400, "limit must be"},
-		{"GET /v1/pets?limit=101", "", "", 400, "limit must be"},
-		{"GET /v1/pets?limit=05", "", "", 400, "limit must be"},
-		{"GET /v1/pets?limit", "", "", 400, "limit must be"},
-		{"GET /v1/pets?limit=5&limit=5", "", "", 400, `\"limit\" must not be repeated`},
-		{"GET /v1/pets?status=", "", "", 400, "status must be"},
-		{"GET /v1/pets?status=sold&status", "", "", 400, `\"status\" must not be repeated`},
-		{"GET /v1/pets?status=Sold", "", "", 400, "status must be available, pending or sold"},
-		{"GET /v1/pets?after=-1", "", "", 400, "after must be"},
-		{"GET /v1/pets?after=9223372036854775808", "", "", 400, "after must be"},
-		{"GET /v1/pets?=5", "", "", 400, `unknown parameter \"\"`},
-		{"GET /v1/pets?limit=5;after=1", "", "", 400, "malformed"},
-		{"GET /v1/pets?limit=%zz", "", "", 400, "malformed"},
-		{"GET /v1/pets?limit=0&status=x&foo=1", "", "", 400, `unknown parameter \"foo\"; limit must be an integer from 1 to 100; status must be`},
-		{"GET /v1/pets" + parameters, "", "", 400, `\"p09\"; and 40 more","status"`},
-		{"GET /v1/pets" + parameters[:1+10*len("&p00=1")], "", "", 400, `\"p09\"","status"`},
-		{"GET /v1/pets?" + strings.Repeat("x", 5000), "", "", 400, strings.Repeat("x", 64) + `\"`},
-		{"GET /", "", "", 404, "nothing at this path"},
-		{"GET http://x", "", "", 404, "nothing at this path"},
-		{"GET /v1/pets/", "", "", 404, "nothing at this path"},
-		{"GET //v1/pets", "", "", 404, "nothing at this path"},
-		{"GET /v1/x/../pets", "", "", 404, "nothing at this path"},
-		{"GET /v1%2Fpets", "", "", 404, "nothing at this path"},
-		{"GET /v1/pets/%2F", "", "", 404, "nothing at this path"},
-		{"GET //v1/pets", "Authorization:", "", 401, "API key"},
-		{"GET /v1/pets/", "Authorization:", "", 401, "API key"},
-		{"DELETE /v1/pets", "", "{", 405, "only GET, HEAD, POST"},
-		{"POST /v1/pets/1", "", "{", 405, "only GET, HEAD"},
-		{"POST /healthz", "", "{", 405, "only GET, HEAD"},
-		{"DELETE /openapi.json", "", "{", 405, "only GET, HEAD"},
-		{"DELETE /openapi.json", "Authorization:", "", 401, "API key"},
-		{"GET /healthz", "Authorization:", "", 200, `{"status":"ok"}`},
-		{"HEAD /healthz", "Authorization:", "", 200, ""},
-		{"GET /openapi.json", "Authorization:", "", 200, string(openAPI)},
-		{"POST /v1/pets?limit=x&anything", "Accept: text/html", rex, 201, "Rex"},
-		{"POST /v1/pets", "Content-Type: application/json", rex, 201, "Rex"},
-		{"POST /v1/pets", `Content-Type: Application/JSON;charset="utf-16"`, rex, 201, "Rex"},
-		{"POST /v1/pets", "Content-Type: application/json; x", rex, 415, "application/json; x"},
-		{"POST /v1/pets", "Content-Type: application/jsonp", rex, 415, "application/jsonp"},
-		{"POST /v1/pets", "Content-Type:", rex, 415, ""},
-		{"POST /v1/pets", "Content-Type: application/json|Content-Type: application/json", rex, 415, ""},
-		{"POST /v1/pets", `Content-Type: application/json; x="a|Content-Type: b"`, rex, 415, ""},
-		{"POST /v1/pets", "Idempotency-Key: a b|Content-Type: text/plain|Authorization: Bearer x", large, 401, "API key"},
-		{"PATCH /v1/pets", "Idempotency-Key: a b|Content-Type: text/plain", large, 405, ""},
-		{"POST /v1/pets", "Idempotency-Key: a b|Content-Type: text/plain", large, 415, "text/plain"},
-		{"POST /v1/pets", "Idempotency-Key: a b", large, 400, "Idempotency-Key"},
-		{"POST /v1/pets", "", large, 413, "65536"},
-	} {
-		method, target, _ := strings.Cut(c.request, " ")
-		s.want(s.do(method, target, c.body, strings.Split(c.headers, "|")...), c.status, c.words)
-	}
-}
-
-func TestAPIKeyCheck(t *testing.T) {
-	s := parallel(t)
-	s.add("Rex", 7, "sold")
-	const missing, invalid = `Bearer realm="animalstore"`, `Bearer realm="animalstore", error="invalid_token"`
-	for headers, challenge := range map[string]string{ // "" if the key is valid
-		"Authorization: Bearer test-key":                                "",
-		"Authorization: bearer  other-key":                              "",
-		"Authorization:":                                                missing,
-		"Authorization: Basic dGVzdC1rZXk=":                             missing,
-		"Authorization: Bearer":                                         missing,
-		"Authorization: test-key":                                       missing,
-		"Authorization: Bearertest-key":                                 missing,
-		"Authorization: Bearer test-ke":                                 invalid,
-		"Authorization: Bearer TEST-KEY":                                invalid,
-		"Authorization: Bearer test-key,other-key":                      invalid,
-		"Authorization: Bearer test-key|Authorization: Bearer test-key": missing,
-		"Authorization: Basic x|Authorization: Bearer test-key":         missing,
-	} {
-		for _, target := range []string{"/v1/pets", "/v1/pets/1", "/v1/pets?access_token=test-key"} {
-			s.do("GET", target, "") // fills the cache, when it is no error
-			a := s.do("GET", target, "", strings.Split(headers, "|")...)
-			if refused := a.status == 401; refused != (challenge != "") || a.header.Get("WWW-Authenticate") != challenge {
-				t.Errorf("%s with %s = %d and WWW-Authenticate %q, want %q", a.request, headers, a.status, a.header.Get("WWW-Authenticate"), challenge)
-			}
-			if strings.Contains(a.body, testKey) {
-				t.Errorf("the response contains the key: %s", a.body)
-			}
-		}
-	}
-}
-
-// TestDisconnectedClient sends requests with a cancelled context: creates are completed, and reads are not interrupted.
-func TestDisconnectedClient(t *testing.T) {
-	s := parallel(t)
-	ctx, leave := context.WithCancel(t.Context())
-	leave()
-	s.want(s.serve(httptest.NewRequestWithContext(ctx, "POST", "/v1/pets", strings.NewReader(rex))), 201, "")
-	for _, target := range []string{"/v1/pets", "/v1/pets/1", "/healthz"} {
-		s.want(s.serve(httptest.NewRequestWithContext(ctx, "GET", target, nil)), 200, "")
-	}
-}
-
-func TestIdempotencyKey(t *testing.T) {
-	s := parallel(t)
-	first := s.do("POST", "/v1/pets", rex, "Idempotency-Key: k")
-	s.want(first, 201, `"id":1,`)
-	s.sql("UPDATE pets SET name = 'edited' WHERE id = 1")
-	for _, same := range []string{rex, `{ "status":"available", "categoryId":7, "name":"\u0052ex" }`} {
-		again := s.do("POST", "/v1/pets", same, "Idempotency-Key: k")
-		if again.status != 201 || again.body != first.body || again.header.Get("Idempotency-Replayed") != "true" ||
-			again.header.Get("Location") != first.header.Get("Location") {
-			t.Errorf("%s repeated = %d %s %v, want %s", same, again.status, again.body, again.header, first.body)
-		}
-	}
-	for _, other := range []string{`{"name":"rex","categoryId":7}`, `{"name":"Rex","categoryId":8}`, `{"name":"Rex","categoryId":7,"status":"sold"}`} {
-		s.want(s.do("POST", "/v1/pets", other, "Idempotency-Key: k"), 422, "idempotency_key_reused")
-	}
-	s.want(s.do("POST", "/v1/pets", `{"name":1}`, "Idempotency-Key: k"), 400, "name must")
-	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: K"), 201, `"id":2,`)
-	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k", "Authorization: Bearer "+otherKey), 201, `"id":3,`)
-	s.want(s.do("POST", "/v1/pets", rex), 201, `"id":4,`)
-	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: !"+strings.Repeat("~", 254)), 201, `"id":5,`)
-	for _, bad := range []string{"", " a b", " \x7f", " é", " a|Idempotency-Key: a", " " + strings.Repeat("k", 256)} {
-		s.want(s.do("POST", "/v1/pets", rex, strings.Split("Idempotency-Key:"+bad, "|")...), 400, "1 to 255 visible ASCII")
-	}
-	if n := s.sql("SELECT count(*) FROM pets"); n != "5" || first.header.Get("Idempotency-Replayed") != "" {
-		t.Errorf("%s animals are stored, want 5; the headers of the first response are %v", n, first.header)
-	}
-}
-
-func TestIdempotencyKeyIsForgottenAfterADay(t *testing.T) {
-	s := parallel(t)
-	create := func(key any, id int) {
-		t.Helper()
-		s.want(s.do("POST", "/v1/pets", rex, fmt.Sprint("Idempotency-Key: ", key)), 201, fmt.Sprintf(`"id":%d,`, id))
-	}
-	age := func(seconds int) { s.sql("UPDATE idempotency_keys SET created = unixepoch() - ?", seconds) }
-	for i := range 10 {
-		create(i, i+1)
-	}
-	const day = 24 * 60 * 60
-	age(day - 1)
-	create(0, 1)
-	age(-day) // as if the clock had been set back
-	create(0, 1)
-	age(day + 1)
-	create(0, 11)
-	create(0, 11)
-	for i := range 4 { // each commit deletes two expired keys
-		create(fmt.Sprint("new-", i), 12+i)
-	}
-	if left := s.sql("SELECT count(*) FROM idempotency_keys"); left != "5" {
-		t.Errorf("%s keys are stored, want 5", left)
-	}
-}
-
-// TestLog tests what the log line of a request contains, and what it must not contain.
-func TestLog(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		var log bytes.Buffer
-		s := newService(t, &log)
-		s.add("Rex", 7, "sold")
-		s.onRead(func() error { return errors.New("no such animal") })
-		time.Sleep(time.Second) // until the service has found the last change
-		long := strings.Repeat("x", 1024)
-		for _, c := range []struct {
-			method, target, headers string
-			status                  int
-			has, hasNot             string // separated by |
-		}{
-			{"GET", "/v1/pets?after=7", "X-Request-Id: mine", 200,
-				"level=INFO msg=request | client=192.0.2.1:1234 method=GET path=/v1/pets status=200 bytes=3 duration=| key=62af8704\n", "after|mine|error"},
-			{"HEAD", "/v1/pets?after=7", "", 200, " bytes=0 ", "error"},
-			{"GET", "/v1/pets?limit=0", "", 400, `level=INFO | key=62af8704 error="limit must be`, ""},
-			{"GET", "/v1/pets/x%0Ay", "Authorization: Bearer guess", 401, `path="/v1/pets/x\ny" status=401| error="a valid API key is required`, "guess|key="},
-			{long + "x", "/" + long, "", 404, " method=" + long + " path=/" + long[1:] + " status=404 ", ""},
-			{"GET", "/v1/pets", "", 500, `level=ERROR|no such animal`, ""},
-			{"GET", "/healthz", "", 503, `level=ERROR|no such animal`, ""},
-		} {
-			log.Reset()
-			a := s.do(c.method, c.target, "", strings.Split(c.headers, "|")...)
-			id := " id=" + a.header.Get("X-Request-Id") + " "
-			if a.status != c.status || strings.Contains(a.body, "no such") || strings.Count(log.String(), "\n") != 1 {
-				t.Errorf("%s = %d %s, log %s", a.request, a.status, a.body, log.String())
-			}
-			for _, words := range strings.Split(c.has+"|"+id, "|") {
-				if !strings.Contains(log.String(), words) {
-					t.Errorf("no %q in %s", words, log.String())
-				}
-			}
-			for _, words := range strings.Split(c.hasNot+"|"+testKey, "|") {
-				if words != "" && strings.Contains(log.String(), words) {
-					t.Errorf("%q in %s", words, log.String())
-				}
-			}
-		}
-	})
-}
-
-// TestLogWriter writes to a pipe that nobody reads for some time.
-func TestLogWriter(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		pr, pw := io.Pipe()
-		log := newLogWriter(pw)
-		for i := range 5000 {
-			fmt.Fprintln(log, "line", i)
-		}
-		var text strings.Builder
-		go io.Copy(&text, pr)
-		time.Sleep(time.Second)
-		fmt.Fprintln(log, "the end")
-		log.close()
-		pr.Close()
-		synctest.Wait()
-		written, dropped := strings.Count(text.String(), "line "), 0
-		for _, report := range regexp.MustCompile(`level=WARN .* lines=(\d+)\n`).FindAllStringSubmatch(text.String(), -1) {
-			n, _ := strconv.Atoi(report[1])
-			dropped += n
-		}
-		if written < 1000 || dropped == 0 || written+dropped != 5000 || !strings.HasSuffix(text.String(), "\nthe end\n") {
-			t.Errorf("%d lines were written and %d reported as dropped, want 5000 in all, in\n%s", written, dropped, text.String())
-		}
-	})
-}
-
-// pipes is a net.Listener for connections in memory, which work under a fake clock.
-type pipes struct {
-	conns chan net.Conn
-	once  sync.Once
-}
-
-func (l *pipes) Accept() (net.Conn, error) {
-	if conn, ok := <-l.conns; ok {
-		return conn, nil
-	}
-	return nil, net.ErrClosed
-}
-
-func (l *pipes) Close() error {
-	l.once.Do(func() { close(l.conns) })
-	return nil
-}
-
-func (l *pipes) Addr() net.Addr { return &net.TCPAddr{} }
-
-// send opens a connection and sends text on it.
-func (l *pipes) send(text string) net.Conn {
-	client, server := net.Pipe()
-	l.conns <- server
-	go io.WriteString(client, text)
-	synctest.Wait()
-	return client
-}
-
-// received returns the response to a request on conn.
-func (s *service) received(conn net.Conn, method, target string) (a reply, closes bool) {
-	s.t.Helper()
-	r := httptest.NewRequest(method, target, nil)
-	resp := ok(http.ReadResponse(bufio.NewReader(conn), r))
-	return checked(s.t, r, resp), resp.Close
-}
-
-// serveInMemory serves connections in memory until stop is called. stop returns when the service has stopped.
-func (s *service) serveInMemory() (ln *pipes, stop func()) {
-	ln = &pipes{conns: make(chan net.Conn)}
-	ctx, cancel := context.WithCancel(s.t.Context())
-	ended := make(chan error)
-	go func() { ended <- s.server.serve(ctx, ln) }()
-	return ln, func() {
-		cancel()
-		must(s.t, <-ended)
-	}
-}
-
-const (
-	withKey  = "Host: x\r\nAuthorization: Bearer " + testKey + "\r\n"
-	length29 = "Content-Length: 29\r\n\r\n" // of rex
-	getList  = "GET /v1/pets HTTP/1.1\r\n" + withKey + "\r\n"
-)
-
-// TestStop tests what a stop waits for, with a fake clock.
-func TestStop(t *testing.T) {
-	t.Parallel()
-	const soon, late = 250 * time.Millisecond, 5250 * time.Millisecond
-	for what, c := range map[string]struct {
-		sent        string
-		later       string        // what is sent during the stop
-		after       time.Duration // when
-		least, most time.Duration
-	}{
-		"an idle connection":               {getList, "", 0, soon, soon},
-		"a request on an idle connection":  {getList, getList, 200 * time.Millisecond, soon, soon},
-		"a connection that sent nothing":   {"", "", 0, soon, late},
-		"half a header":                    {"GET /v1/pets HTTP/1.1\r\n" + withKey, "", 0, soon, late},
-		"a body without a key":             {"POST /v1/pets HTTP/1.1\r\nHost: x\r\n" + length29, "", 0, soon, late},
-		"a request whose body comes late":  {"POST /v1/pets HTTP/1.1\r\n" + withKey + length29, rex, 4 * time.Second, 4 * time.Second, late},
-		"a request whose body never comes": {"POST /v1/pets HTTP/1.1\r\n" + withKey + length29, "", 0, late, late},
-	} {
-		synctest.Test(t, func(t *testing.T) {
-			s := newService(t)
-			ln, stop := s.serveInMemory()
-			conn := ln.send(c.sent)
-			defer conn.Close()
-			if c.sent == getList {
-				s.received(conn, "GET", "/v1/pets")
-			}
-			if c.later != "" {
-				go func() {
-					time.Sleep(c.after)
-					go io.WriteString(conn, c.later)
-					if a, closes := s.received(conn, "GET", "/x"); a.status > 201 || !closes {
-						t.Errorf("%s = %d %s, Connection: close %v", what, a.status, a.body, closes)
-					}
-				}()
-			}
-			start := time.Now()
-			stop()
-			io.Copy(io.Discard, conn) // until it is closed
-			if took := time.Since(start); took < c.least || took > c.most {
-				t.Errorf("%s: the stop took %v, want %v to %v", what, took, c.least, c.most)
-			}
-		})
-	}
-}
-
-// TestLimits tests the limits of the server, with a fake clock.
-func TestLimits(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		s := newService(t)
-		ln, stop := s.serveInMemory()
-		for header, want := range map[string]string{
-			"GET /healthz HTTP/1.1\r\nX: " + strings.Repeat("x", 15<<10): "HTTP/1.1 200",
-			"GET /healthz HTTP/1.1\r\nX: " + strings.Repeat("x", 17<<10): "HTTP/1.1 431",
-			"OPTIONS * HTTP/1.1": "HTTP/1.1 401",
-		} {
-			conn := ln.send(header + "\r\nHost: x\r\n\r\n")
-			if line, _ := bufio.NewReader(conn).ReadString('\n'); !strings.HasPrefix(line, want) {
-				t.Errorf("%.30s with %d bytes = %q, want %s", header, len(header), line, want)
-			}
-			conn.Close()
-		}
-		for sent, want := range map[string]time.Duration{"": 5 * time.Second, "GET /v1/pets HTTP/1.1\r\n": 5 * time.Second, getList: 75 * time.Second} {
-			start := time.Now()
-			io.Copy(io.Discard, ln.send(sent))
-			if took := time.Since(start); took != want {
-				t.Errorf("after %q the connection was closed after %v, want %v", sent, took, want)
-			}
-		}
-		for header, body := range map[string]string{ // responses that do not wait for the body
-			"Host: x\r\n" + length29:                                       rex,
-			"Host: x\r\nConnection: close\r\n" + length29:                  rex,
-			"Host: x\r\nTransfer-Encoding: chunked\r\n\r\n":                "1\r\nx\r\n0\r\n\r\n",
-			withKey + "Content-Type: text/plain\r\n" + length29:            rex,
-			withKey + "Connection: close\r\nContent-Length: 70000\r\n\r\n": strings.Repeat("x", 70000), // the service has read a part of it
-			"Host: x\r\nContent-Length: 20000000\r\n\r\n":                  strings.Repeat("x", 20000000),
-		} {
-			start := time.Now()
-			conn := ln.send("POST /v1/pets HTTP/1.1\r\n" + header)
-			sent := make(chan error)
-			go func() {
-				if len(body) < 100 {
-					time.Sleep(time.Second)
-				}
-				_, err := io.WriteString(conn, body)
-				sent <- err
-			}()
-			if a, closes := s.received(conn, "POST", "/v1/pets"); a.status/100 != 4 || !closes || time.Since(start) > 0 {
-				t.Errorf("%q: got %d after %v, Connection: close %v", header, a.status, time.Since(start), closes)
-			}
-			if err := <-sent; err != nil {
-				t.Errorf("%q: sending the body of %d bytes after the response: %v", header, len(body), err)
-			}
-			conn.Close()
-		}
-		conn := ln.send("GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
-		time.Sleep(21 * time.Second)
-		if n, _ := io.Copy(io.Discard, conn); n > 0 {
-			t.Errorf("%d bytes of a response arrived after the write timeout", n)
-		}
-		start := time.Now()
-		conn = ln.send("POST /v1/pets HTTP/1.1\r\n" + withKey + length29 + `{"name":`)
-		a, closes := s.received(conn, "POST", "/v1/pets")
-		s.want(a, 408, "within 10 seconds")
-		if took := time.Since(start); took != 10*time.Second || !closes {
-			t.Errorf("the service waited %v for the body, want 10s; Connection: close %v", took, closes)
-		}
-		conn.Close()
-		stop()
-	})
-}
-
-// TestWaitingCreatesShareOneCommit sends creates while the database is locked, again and again until they have shared one
-// commit, which it finds in the write-ahead log (https://sqlite.org/fileformat.html#walformat). Each of ten keys is sent with
-// two animals, and a trigger refuses one more animal.
-func TestWaitingCreatesShareOneCommit(t *testing.T) {
-	s := parallel(t)
-	s.sql(`CREATE TRIGGER refuse BEFORE INSERT ON pets WHEN new.name = 'animal 20' BEGIN SELECT RAISE(ABORT, 'refused'); END`)
-	commits := func() (n int) {
-		wal := ok(os.ReadFile(s.db + "-wal"))
-		for frame := 32; frame < len(wal); frame += 24 + 4096 {
-			if binary.BigEndian.Uint32(wal[frame+4:]) != 0 {
-				n++
-			}
-		}
-		return n
-	}
-	rounds := 0
-	eventually(t, "waiting creates share one commit", func() bool {
-		before := commits()
-		unlock := s.lock()
-		var statuses [600]atomic.Int64
-		var sending, answered sync.WaitGroup
-		sending.Add(21)
-		for i := range 21 {
-			answered.Go(func() {
-				sending.Done()
-				a := s.do("POST", "/v1/pets", fmt.Sprintf(`{"name":"animal %d","categoryId":7}`, i), fmt.Sprintf("Idempotency-Key: %d-%d", rounds, i%10+i/20*10))
-				statuses[a.status].Add(1)
-			})
-		}
-		sending.Wait()
-		unlock()
-		answered.Wait()
-		rounds++
-		if statuses[201].Load() != 10 || statuses[422].Load() != 10 || statuses[500].Load() != 1 {
-			t.Errorf("%d responses are 201, %d are 422, and %d are 500; want 10, 10 and 1", statuses[201].Load(), statuses[422].Load(), statuses[500].Load())
-		}
-		return commits() == before+1
-	})
-	if n := s.sql("SELECT count(*) FROM pets"); n != strconv.Itoa(10*rounds) {
-		t.Errorf("%s animals are stored, want %d", n, 10*rounds)
-	}
-	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: 0-10"), 201, "Rex") // the key of the refused animal was not remembered
-}
-
-// TestDatabaseThatCannotBeWritten uses a database that is full, then read-only, then locked for too long, and then broken.
-func TestDatabaseThatCannotBeWritten(t *testing.T) {
-	s := parallel(t)
-	s.pragma("max_page_count = " + s.pragma("page_count"))
-	a := reply{status: 201}
-	for a.status == 201 { // until the last page is full
-		a = s.do("POST", "/v1/pets", `{"name":"`+strings.Repeat("x", 200)+`","categoryId":7}`)
-	}
-	s.want(a, 503, "unavailable")
-	s.want(s.do("GET", "/v1/pets?limit=1", ""), 200, "xxx")
-	s.want(s.do("GET", "/healthz", ""), 200, "ok")
-	s.pragma("max_page_count = 1000000")
-	s.pragma("query_only = ON")
-	s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable")
-	s.pragma("query_only = OFF")
-	s.pragma("busy_timeout = 50")
-	unlock := s.lock()
-	s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable")
-	s.want(s.do("GET", "/v1/pets?limit=2", ""), 200, "xxx")
-	unlock()
-	s.add("Rex", 7, "sold")
-	before := s.sql("SELECT max(id) FROM pets")
-	s.sql(`CREATE TRIGGER refuse BEFORE INSERT ON idempotency_keys BEGIN SELECT RAISE(ABORT, 'refused'); END;
-		CREATE TABLE child (parent REFERENCES pets DEFERRABLE INITIALLY DEFERRED);
-		CREATE TRIGGER orphan BEFORE INSERT ON pets WHEN new.name = 'orphan' BEGIN INSERT INTO child VALUES (0); END`)
-	s.pragma("foreign_keys = ON")
-	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k"), 500, "internal")
-	s.want(s.do("POST", "/v1/pets", `{"name":"orphan","categoryId":7}`), 500, "internal") // COMMIT fails
-	if after := s.sql("SELECT max(id) FROM pets"); after != before {
-		t.Errorf("a create that failed has stored animal %s", after)
-	}
-	s.add("Rex", 7, "sold")
-	s.sql("ALTER TABLE idempotency_keys RENAME TO hidden")
-	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k"), 500, "internal")
-}
-
-// TestReadThatFails has a read fail at its second animal.
-func TestReadThatFails(t *testing.T) {
-	s := parallel(t)
-	s.add("Rex", 7, "sold")
-	s.add("Tom", 7, "sold")
-	reads := 0
-	read := func() error {
-		if reads++; reads == 2 {
-			return errors.New("unreadable")
-		}
-		return nil
-	}
-	s.onRead(func() error { return read() })
-	s.want(s.do("GET", "/v1/pets", ""), 500, "internal")
-	s.want(s.do("GET", "/v1/pets", ""), 200, "Tom") // the error is not kept
-}
-
-// TestConnection tests the settings of the connection on which the service writes.
-func TestConnection(t *testing.T) {
-	s := parallel(t)
-	for pragma, want := range map[string]string{"synchronous": "2", "fullfsync": "1", "journal_mode": "wal",
-		"journal_size_limit": "67108864", "busy_timeout": "5000", "application_id": "1348826227", "user_version": "1"} {
-		if got := s.pragma(pragma); got != want {
-			t.Errorf("%s is %s, want %s", pragma, got, want)
-		}
-	}
-}
-
-// TestMovedDatabase moves or replaces the database file while it is in use.
-func TestMovedDatabase(t *testing.T) {
-	s := parallel(t)
-	for _, replace := range []bool{false, true} {
-		back := s.moveAway()
-		if replace {
-			must(t, os.WriteFile(s.db, nil, 0o600))
-		}
-		a := s.do("POST", "/v1/pets", rex)
-		if s.want(a, 503, "unavailable"); strings.Contains(a.body, filepath.Base(s.db)) {
-			t.Errorf("the response contains the name of the file: %s", a.body)
-		}
-		s.want(s.do("GET", "/healthz", ""), 503, "unavailable")
-		back()
-		s.want(s.do("GET", "/healthz", ""), 200, "ok")
-		s.want(s.do("POST", "/v1/pets", rex), 201, "Rex")
-	}
-	if n := s.sql("SELECT count(*) FROM pets"); n != "2" {
-		t.Errorf("%s animals are stored, want 2", n)
-	}
-}
-
-// TestReadsWhileTheDatabaseIsReplaced reads at once on several connections while another file is in the place of the
-// database, and again when the database is back. None of them may have taken the other file for the database.
-func TestReadsWhileTheDatabaseIsReplaced(t *testing.T) {
-	t.Parallel()
-	for name, replacement := range map[string]string{"an empty file": "", "a copy": "VACUUM INTO"} {
-		t.Run(name, func(t *testing.T) {
-			s := parallel(t)
-			s.add("old", 7, "sold")
-			var read func() error
-			s.onRead(func() error { return read() })
-			readAtOnce := func(limit int, words string) {
-				var begun atomic.Int64
-				all := make(chan bool)
-				read = func() error {
-					if begun.Add(1) == 4 {
-						close(all)
-					}
-					select {
-					case <-all:
-						return nil
-					case <-time.After(5 * time.Second):
-						return errors.New("no other read began")
-					}
-				}
-				var answered sync.WaitGroup
-				for i := range 4 {
-					answered.Go(func() { s.want(s.do("GET", fmt.Sprint("/v1/pets?limit=", limit+i), ""), 200, words) })
-				}
-				answered.Wait()
-			}
-			other := writeFile(t, t.TempDir(), "other.db", "")
-			if replacement != "" {
-				s.sql(replacement+" ?", other)
-			}
-			log := ok(os.Stat(s.db + "-wal"))
-			back := s.moveAway()
-			must(t, os.Rename(other, s.db))
-			readAtOnce(10, "old")
-			back()
-			if now, err := os.Stat(s.db + "-wal"); err != nil || !os.SameFile(log, now) {
-				t.Errorf("the write-ahead log was deleted or replaced (%v)", err)
-			}
-			s.sql("INSERT INTO animals (name, category_id) VALUES ('new', 7)")
-			read = func() error { return nil }
-			eventually(t, "the new animal shows", func() bool { return strings.Contains(s.do("GET", "/v1/pets?limit=10", "").body, "new") })
-			readAtOnce(20, "new")
-		})
-	}
-}
-
-// TestStopAfterAMove moves the database of a running service, or replaces it with another one, and then stops the service. The
-// animals in the write-ahead log must neither be lost nor get into the other database.
-func TestStopAfterAMove(t *testing.T) {
-	t.Parallel()
-	for name, c := range map[string]struct {
-		replaced, reading bool
-		want              string // the animals that are then in the old place
-	}{
-		"replaced":                          {true, false, "other last"},
-		"moved":                             {false, false, "last"},
-		"moved while another program reads": {false, true, "last"}, // so the log cannot be emptied
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			dir := t.TempDir()
-			db, other, moved := filepath.Join(dir, "animals.db"), filepath.Join(dir, "other.db"), filepath.Join(dir, "moved.db")
-			add := func(db, name string) {
-				s := openService(t, db)
-				s.add(name, 1, "sold")
-				must(t, s.close())
-			}
-			add(other, "other")
-			s := openService(t, db)
-			s.add("first", 1, "sold")
-			reader := connect(t, db)
-			if c.reading {
-				ok(reader.Exec("BEGIN; SELECT * FROM pets"))
-			}
-			s.add("second", 1, "sold")
-			must(t, os.Rename(db, moved))
-			if c.replaced {
-				must(t, os.Rename(other, db))
-			}
-			s.pragma("busy_timeout = 0")
-			err := s.close()
-			if (err != nil) != c.reading || err != nil && !strings.Contains(err.Error(), strconv.Quote(db+"-wal")+", was moved, deleted or replaced, and the log holds animals") {
-				t.Errorf("close returned %v", err)
-			}
-			if c.reading {
-				if _, _, err := openStore(db); err == nil || !strings.Contains(err.Error(), "put that database back") {
-					t.Errorf("a start returned %v", err)
-				}
-				must(t, reader.Close())
-				must(t, os.Rename(db+"-wal", moved+"-wal"))
-			}
-			add(db, "last")
-			for file, want := range map[string]string{db: c.want, moved: "first second"} {
-				s := openService(t, file)
-				if names := s.sql("SELECT group_concat(name, ' ') FROM pets"); names != want {
-					t.Errorf("%s has the animals %s, want %s", file, names, want)
-				}
-				if result := s.sql("PRAGMA integrity_check"); result != "ok" {
-					t.Errorf("integrity_check of %s: %s", file, result)
-				}
-			}
-		})
-	}
-}
-
-func TestAnimalsOutliveTheProcess(t *testing.T) {
-	s := parallel(t)
-	s.add("Rex", 7, "sold")
-	first := s.do("POST", "/v1/pets", `{"name":"Tom","categoryId":8}`, "Idempotency-Key: k")
-	s.sql("DELETE FROM pets WHERE id = 2")
-	must(t, s.close())
-	must(t, openService(t, s.db).close())
-	if files := snapshot(t, filepath.Dir(s.db)); strings.Count(files, "\n") != 1 {
-		t.Errorf("the files are\n%s", files)
-	}
-	s = openService(t, s.db)
-	s.want(s.do("GET", "/v1/pets", ""), 200, `[{"id":1,"name":"Rex","categoryId":7,"status":"sold"}]`)
-	a := s.do("POST", "/v1/pets", `{"name":"Tom","categoryId":8}`, "Idempotency-Key: k")
-	if s.want(a, 201, first.body); a.header.Get("Idempotency-Replayed") != "true" {
-		t.Error("the Idempotency-Key was forgotten")
-	}
-	if p := s.add("new", 1, "sold"); p.ID != 3 {
-		t.Errorf("the new animal has the id %d, want 3", p.ID)
-	}
-}
-
-// TestEditShowsWithinASecond edits the database as sqlite3(1) would, and then sends many requests at once.
-func TestEditShowsWithinASecond(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		s := newService(t)
-		s.add("Rex", 7, "sold")
-		for i := range 3 {
-			name := fmt.Sprint("edit ", i)
-			s.do("GET", "/v1/pets", "")
-			s.do("GET", "/v1/pets/1", "")
-			s.sql("UPDATE pets SET name = ?", name)
-			time.Sleep(time.Second)
-			var all sync.WaitGroup
-			for i := range 64 {
-				all.Go(func() { s.want(s.do("GET", []string{"/v1/pets", "/v1/pets/1"}[i%2], ""), 200, name) })
-			}
-			all.Wait()
-		}
-	})
-}
-
-// TestSchemaEnforcesTheRules tests edits that would break the rules for animals.
-func TestSchemaEnforcesTheRules(t *testing.T) {
-	s := parallel(t)
-	s.add("Rex", 7, "sold")
-	db := connect(t, s.db)
-	for _, edit := range []string{
-		`UPDATE pets SET name = ''`,
-		`UPDATE pets SET name = printf('%.256c', 'x')`,
-		`UPDATE pets SET name = NULL`,
-		`UPDATE pets SET name = x'00'`,
-		`UPDATE pets SET category_id = 1.5`,
-		`UPDATE pets SET status = 'lost'`,
-		`UPDATE pets SET status = NULL`,
-		`UPDATE pets SET id = 0`,
-		`INSERT INTO pets (id, name, category_id) VALUES (-1, 'x', 1)`,
-	} {
-		if _, err := db.Exec(edit); err == nil {
-			t.Errorf("%s is allowed", edit)
-		}
-	}
-	s.sql(`INSERT INTO pets (id, name, category_id) VALUES (9223372036854775806, 'last', 1)`)
-	s.want(s.do("GET", "/v1/pets/9223372036854775806", ""), 200, `"status":"available"`)
-	if p := s.add("really last", 1, "sold"); p.ID != 1<<63-1 {
-		t.Errorf("the last id is %d", p.ID)
-	}
-	s.want(s.do("POST", "/v1/pets", rex), 503, "")
-}
-
-// TestCacheIsNeverBehindAnAcknowledgedWrite requests the list before a create, during its commit, and after it.
-func TestCacheIsNeverBehindAnAcknowledgedWrite(t *testing.T) {
-	s := parallel(t)
-	list := func() string { return s.do("GET", "/v1/pets", "").body }
-	connections.Lock()
-	connections.to[s.db][0].(sqlite.HookRegisterer).RegisterCommitHook(func() int32 {
-		list()
-		return 0
-	})
-	connections.Unlock()
-	for i := range 20 { // repeated, because watch may happen to notice a change
-		name := fmt.Sprint("animal ", i)
-		list()
-		if s.add(name, 7, "sold"); !strings.Contains(list(), name) {
-			t.Errorf("the list after %s was added is %s", name, list())
-		}
-	}
-}
-
-// TestCacheStaysSmall requests a page with many different URLs in long request lines. It does not run in parallel because
-// it measures memory.
-func TestCacheStaysSmall(t *testing.T) {
-	s := newService(t)
-	for range 100 {
-		s.add(strings.Repeat("x", 255), 1, "sold")
-	}
-	heap := func() int64 {
-		var m runtime.MemStats
-		runtime.GC()
-		runtime.ReadMemStats(&m)
-		return int64(m.HeapAlloc)
-	}
-	before := heap()
-	for i := range 2000 {
-		r := httptest.NewRequest("GET", "http://"+strings.Repeat("x", 11000)+"/v1/pets?limit=100"+strings.Repeat("&", i), nil)
-		setHeaders(r, nil)
-		s.ServeHTTP(httptest.NewRecorder(), r)
-	}
-	for id := range 100 { // this path is a substring of the request line
-		s.serve(httptest.NewRequest("GET", fmt.Sprint("http://", strings.Repeat("x", 300_000), "/v1/pets/", id+1), nil))
-	}
-	if grown := heap() - before; grown > maxCache*3/2 {
-		t.Errorf("the heap grew by %d bytes", grown)
-	}
-	runtime.KeepAlive(s)
-}
-
-// TestChangeDuringARead has the database change while a page is read. Requests after the change must not share it.
-func TestChangeDuringARead(t *testing.T) {
-	s := parallel(t)
-	s.add("old", 7, "sold")
-	var change func()
-	s.onRead(func() error {
-		if f := change; f != nil {
-			change = nil
-			f()
-		}
-		return nil
-	})
-	const page, other = "/v1/pets?limit=1", "/v1/pets/1"
-	s.want(s.do("GET", other, ""), 200, "old")
-	change = func() {
-		s.sql("UPDATE animals SET name = 'new'")
-		eventually(t, "the edit shows in a response that was cached", func() bool { return strings.Contains(s.do("GET", other, "").body, "new") })
-		s.want(s.do("GET", page, ""), 200, "new")
-	}
-	s.want(s.do("GET", page, ""), 200, "old")
-	s.want(s.do("GET", page, ""), 200, "new")
-}
-
-// TestRequestsShareOneRead sends many requests for one large page while it is read for the first time. A response that was in
-// the cache before must stay there.
-func TestRequestsShareOneRead(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		s := newService(t)
-		for range 100 {
-			s.add(strings.Repeat("🐶", 255), 7, "sold")
-		}
-		var read atomic.Int64 // animals
-		var sending, answered sync.WaitGroup
-		s.onRead(func() error {
-			if read.Add(1) == 2 {
-				sending.Wait()
-			}
-			return nil
-		})
-		time.Sleep(time.Second) // until the service has found the last change
-		s.want(s.do("GET", "/v1/pets/1", ""), 200, "")
-		sending.Add(100)
-		for range 100 {
-			answered.Go(func() {
-				sending.Done()
-				s.want(s.do("GET", "/v1/pets?limit=100", ""), 200, `"id":100`)
-			})
-		}
-		answered.Wait()
-		s.want(s.do("GET", "/v1/pets/1", ""), 200, "")
-		if n := read.Load(); n != 102 {
-			t.Errorf("%d animals were read, want 2 and then 100", n)
-		}
-	})
-}
-
-// TestQueriesReadFewPages counts the pages of a large database that SQLite looks at for a request. A scan or a sort looks at
-// hundreds of them.
-func TestQueriesReadFewPages(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		s := newService(t)
-		s.sql(`WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 20000)
-			INSERT INTO pets (name, category_id, status) SELECT printf('%.200c', 'x'), 1, iif(i > 19950, 'pending', 'sold') FROM n;
-			INSERT INTO idempotency_keys SELECT zeroblob(32), id, 1, id, name, category_id, status FROM pets`)
-		pages := func() (n int) {
-			synctest.Wait() // until all connections are idle
-			connections.Lock()
-			defer connections.Unlock()
-			for _, conn := range connections.to[s.db] {
-				for _, counter := range []sqlite.DBStatusOp{sqlite.DBStatusCacheHit, sqlite.DBStatusCacheMiss} {
-					count, _, _ := conn.(sqlite.DBStatus).Status(counter, false)
-					n += count
-				}
-			}
-			return n
-		}
-		for request, most := range map[string]int{
-			"GET /v1/pets?after=10000&limit=50":                20,
-			"GET /v1/pets?after=10000&limit=50&status=pending": 20,
-			"GET /v1/pets?after=10000&limit=50&status=sold":    20,
-			"GET /v1/pets/10000":                               20,
-			"POST /v1/pets":                                    100,
-		} {
-			method, target, _ := strings.Cut(request, " ")
-			before := pages()
-			s.do(method, target, rex, "Idempotency-Key: k")
-			if n := pages() - before; n == 0 || n > most {
-				t.Errorf("%s looks at %d pages, want at most %d", request, n, most)
-			}
-		}
-	})
-}
-
-// TestOddNamesOfDatabases opens files with names that have a meaning in a URI, directly and through a symbolic link.
-func TestOddNamesOfDatabases(t *testing.T) {
-	t.Parallel()
-	for _, name := range []string{":memory:", "file:x", "a?mode=memory", "a#b", "100%", "%41", "a b&c", "ä\n"} {
-		db := writeFile(t, t.TempDir(), name, "") // an empty file is a new database
-		openService(t, db).add("Rex", 7, "sold")
-		must(t, os.Symlink(db, db+".link"))
-		if p := openService(t, db+".link").add("Tom", 7, "sold"); p.ID != 2 {
-			t.Errorf("the database of %q is not in that file: the second animal, added through a link, has the id %d", name, p.ID)
-		}
-	}
-}
-
-func TestLoadKeys(t *testing.T) {
-	t.Parallel()
-	file := writeFile(t, t.TempDir(), "keys", "\ufeff# old, older\r\none\r\n\r\n  two#2 \n\t# oldest\n\tthree")
-	k, err := loadKeys(lookup(map[string]string{"API_KEYS": " four, #five ,,one"}), file)
-	if err != nil || len(k) != 5 {
-		t.Fatalf("%d keys, %v", len(k), err)
-	}
-	for key, want := range map[string]bool{"one": true, "two#2": true, "three": true, "four": true, "#five": true,
-		"": false, "# old": false, "older": false, "# oldest": false, "one\r": false} {
-		if _, challenge := k.authenticate(http.Header{"Authorization": {"Bearer " + key}}); (challenge == "") != want {
-			t.Errorf("key %q is valid: %v, want %v", key, challenge == "", want)
-		}
-	}
-	if k, err := loadKeys(lookup(map[string]string{"API_KEYS": " ,"}), file); err != nil || len(k) != 3 {
-		t.Errorf("with a file alone: %d keys, %v", len(k), err)
-	}
-}
-
-// process is the program running as a process.
-type process struct {
-	t      testing.TB
-	cmd    *exec.Cmd
-	url    string   // of the service
-	stderr *os.File // its log
-	log    *bufio.Scanner
-	lines  strings.Builder
-}
-
-// execSelf is the line of shell that becomes the program.
-const execSelf = `exec "$0" "$@"`
-
-// command returns a command that runs the program on a free port through a line of shell that ends in execSelf.
-func command(t testing.TB, shell string, args ...string) *exec.Cmd {
-	args = append([]string{"-c", shell, os.Args[0], "-addr", "127.0.0.1:0", "-db", filepath.Join(t.TempDir(), "animals.db")}, args...)
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-	t.Cleanup(cancel)
-	cmd := exec.CommandContext(ctx, "sh", args...)
-	cmd.Env = append(os.Environ(), "ANIMALSTORE_PROCESS=1", "API_KEYS="+testKey)
-	ok(cmd.StdinPipe()) // see TestMain
-	return cmd
-}
-
-// startProcess starts the program, and reads its log until it serves.
-func startProcess(t testing.TB, cmd *exec.Cmd) *process {
-	t.Helper()
-	r, w, err := os.Pipe()
-	must(t, err)
-	p := &process{t: t, cmd: cmd, stderr: r, log: bufio.NewScanner(r)}
-	cmd.Stderr = w
-	must(t, cmd.Start())
-	w.Close()
-	t.Cleanup(func() {
-		cmd.Process.Kill()
-		cmd.Wait()
-		r.Close()
-	})
-	p.url = p.read(`msg=started url=(\S+)`)[1]
-	return p
-}
-
-// read reads the log up to a line that matches pattern, and returns the submatches.
-func (p *process) read(pattern string) []string {
-	p.t.Helper()
-	for p.log.Scan() {
-		fmt.Fprintln(&p.lines, p.log.Text())
-		if match := regexp.MustCompile(pattern).FindStringSubmatch(p.log.Text()); match != nil {
-			return match
-		}
-	}
-	p.t.Fatalf("the log has no %s: %s", pattern, p.lines.String())
-	return nil
-}
-
-// stop sends the signals, and returns the exit status and the whole log.
-func (p *process) stop(signals ...syscall.Signal) (status int, log string) {
-	p.t.Helper()
-	for _, sig := range signals {
-		p.cmd.Process.Signal(sig)
-	}
-	for p.log.Scan() {
-		fmt.Fprintln(&p.lines, p.log.Text())
-	}
-	p.cmd.Wait()
-	return p.cmd.ProcessState.ExitCode(), p.lines.String()
-}
-
-// send sends a request with a valid key and the given headers, as service.do does, over the network.
-func send(client *http.Client, method, url, body string, headers ...string) (status int, text string, err error) {
-	r := ok(http.NewRequest(method, url, strings.NewReader(body)))
-	setHeaders(r, headers)
-	resp, err := client.Do(r)
-	if err != nil {
-		return 0, "", err
-	}
-	defer resp.Body.Close()
-	b, err := io.ReadAll(resp.Body)
-	return resp.StatusCode, string(b), err
-}
-
-// TestKilledProcessLosesNothing kills the program several times while clients add animals.
-func TestKilledProcessLosesNothing(t *testing.T) {
-	t.Parallel()
-	db := filepath.Join(t.TempDir(), "animals.db")
-	var acknowledged sync.Map // Idempotency-Key to body
-	var sent atomic.Int64
-	for round := range 6 {
-		p := startProcess(t, command(t, execSelf, "-db", db))
-		client := &http.Client{Transport: &http.Transport{}}
-		add := func(i int64) error {
-			key := fmt.Sprint("animal-", i)
-			status, body, err := send(client, "POST", p.url+"/v1/pets", fmt.Sprintf(`{"name":%q,"categoryId":1}`, key), "Idempotency-Key: "+key)
-			if err != nil {
-				return err
-			}
-			if before, again := acknowledged.LoadOrStore(key, body); status != 201 || again && before != body {
-				t.Errorf("round %d: the response to %s is %d %s, and was %s", round, key, status, body, before)
-			}
-			return nil
-		}
-		for i := range sent.Load() { // repeats all earlier creates, acknowledged or not
-			must(t, add(i))
-		}
-		var adding sync.WaitGroup
-		var added atomic.Int64
-		for range 16 {
-			adding.Go(func() {
-				for add(sent.Add(1)-1) == nil {
-					added.Add(1)
-				}
-			})
-		}
-		eventually(t, "some animals are added", func() bool { return added.Load() > 40 })
-		p.stop(syscall.SIGKILL)
-		adding.Wait()
-		client.CloseIdleConnections()
-	}
-	s := openService(t, db)
-	if result := s.sql("PRAGMA integrity_check"); result != "ok" {
-		t.Errorf("integrity_check: %s", result)
-	}
-	acknowledged.Range(func(key, body any) bool {
-		p := decode[pet](t, reply{body: body.(string)})
-		if a := s.do("GET", fmt.Sprint("/v1/pets/", p.ID), ""); a.body != body {
-			t.Errorf("%s was acknowledged as %s and is %s", key, body, a.body)
-		}
-		return true
-	})
-	if names, distinct := s.sql("SELECT count(name) FROM pets"), s.sql("SELECT count(DISTINCT name) FROM pets"); names != distinct {
-		t.Errorf("%s animals have %s different names", names, distinct)
-	}
-}
-
-// TestDeletedLog deletes the write-ahead log of a running program, and adds animals until that is refused. Then another
-// program may edit the database, and the program is killed or stopped.
-func TestDeletedLog(t *testing.T) {
-	t.Parallel()
-	for name, c := range map[string]struct {
-		wait   bool // until creates are refused
-		edit   bool // by another program, which begins a new log
-		signal syscall.Signal
-		status int
-		words  string // in the log of the program
-		lost   bool   // whether animals may be lost
-	}{
-		"then killed":                          {true, false, syscall.SIGKILL, -1, "or its write-ahead log was moved, deleted or replaced", false},
-		"then stopped":                         {true, false, syscall.SIGTERM, 1, "the animals in it were saved", false},
-		"then stopped at once":                 {false, false, syscall.SIGTERM, 1, "the animals in it were saved", false},
-		"then edited and stopped":              {true, true, syscall.SIGTERM, 1, "another program has replaced", false},
-		"then edited and killed":               {true, true, syscall.SIGKILL, -1, "or its write-ahead log was moved, deleted or replaced", false},
-		"then edited at once and then stopped": {false, true, syscall.SIGTERM, 1, "another program has replaced", true},
-	} {
-		t.Run(name, func(t *testing.T) {
-			s := parallel(t)
-			s.add("first", 7, "sold")
-			must(t, s.close())
-			p := startProcess(t, command(t, execSelf, "-db", s.db))
-			acknowledged := 1
-			add := func() int {
-				status, _, err := send(http.DefaultClient, "POST", p.url+"/v1/pets", rex)
-				if must(t, err); status == 201 {
-					acknowledged++
-				}
-				return status
-			}
-			for range 10 {
-				add()
-			}
-			must(t, os.Remove(s.db+"-wal"))
-			add()
-			if c.wait {
-				eventually(t, "creates are refused", func() bool { return add() == 503 })
-				if status, _, err := send(http.DefaultClient, "GET", p.url+"/healthz", ""); status != 503 {
-					t.Errorf("GET /healthz = %d (%v), want 503", status, err)
-				}
-			}
-			if c.edit {
-				s.sql("CREATE TABLE edit (x)") // reads no page that is in the deleted log
-			}
-			if status, log := p.stop(c.signal); status != c.status || !strings.Contains(log, c.words) {
-				t.Errorf("exit status %d, want %d; log %s", status, c.status, log)
-			}
-			s = openService(t, s.db)
-			if result := s.sql("PRAGMA integrity_check"); result != "ok" {
-				t.Errorf("integrity_check: %s", result)
-			}
-			if n := s.sql("SELECT count(*) FROM pets"); n != strconv.Itoa(acknowledged) && !c.lost {
-				t.Errorf("%s animals are stored, want %d", n, acknowledged)
-			}
-			if edits := s.sql("SELECT count(*) FROM sqlite_schema WHERE name = 'edit'"); edits == "0" && c.edit && !c.lost {
-				t.Error("the edit is lost")
-			}
-		})
-	}
-}
-
-// TestPanicInAHandler makes a request that net/http never makes: without a Body.
-func TestPanicInAHandler(t *testing.T) {
-	t.Parallel()
-	var log bytes.Buffer
-	s := newService(t, &log)
-	r := httptest.NewRequest("POST", "/v1/pets", nil)
-	r.Body = nil
-	s.want(s.serve(r), 500, `"internal error"`)
-	if !strings.Contains(log.String(), `error="panic: `) || !strings.Contains(log.String(), "animalstore.readBody(") {
-		t.Errorf("no panic with its stack in the log: %s", log.String())
-	}
-}
-
-// TestPanicInTheStore tests that a panic there ends the program: it would go on without the connection in use, and after a write
-// with a transaction in an unknown state.
-func TestPanicInTheStore(t *testing.T) {
-	t.Parallel()
-	for _, request := range []string{"GET /v1/pets", "GET /v1/pets/1", "GET /healthz", "POST /v1/pets"} {
-		s := newService(t)
-		s.add("Rex", 7, "sold")
-		must(t, s.close())
-		p := startProcess(t, command(t, execSelf, "-db", s.db))
-		method, target, _ := strings.Cut(request, " ")
-		if method == "POST" {
-			s.sql("CREATE TRIGGER broken AFTER INSERT ON pets BEGIN SELECT call('no function'); END")
-		} else {
-			s.onRead(nil) // in the other process there is no such function, either
-		}
-		if status, body, err := send(http.DefaultClient, method, p.url+target, rex); err == nil {
-			t.Fatalf("%s = %d %s, want no response", request, status, body)
-		}
-		if status, log := p.stop(); status != 2 || !strings.Contains(log, "panic: ") {
-			t.Errorf("after %s: exit status %d, log %s", request, status, log)
-		}
-	}
-}
-
-// TestRestartUnderLoadRefusesNothing restarts the program on a socket that the test passes to it, as systemd would.
-func TestRestartUnderLoadRefusesNothing(t *testing.T) {
-	t.Parallel()
-	ln := ok(net.Listen("tcp", "127.0.0.1:0"))
-	defer ln.Close()
-	socket := ok(ln.(*net.TCPListener).File())
-	defer socket.Close()
-	db := filepath.Join(t.TempDir(), "animals.db")
-	start := func() *process {
-		cmd := command(t, `LISTEN_FDS=1 LISTEN_PID=$$ `+execSelf, "-addr", "192.0.2.1:1", "-db", db)
-		cmd.ExtraFiles = []*os.File{socket}
-		return startProcess(t, cmd)
-	}
-	p := start()
-	url := "http://" + ln.Addr().String()
-	if p.url != url {
-		t.Fatalf("the service is at %s, want %s", p.url, url)
-	}
-	var answered atomic.Int64
-	clients := []*http.Client{{Transport: &http.Transport{DisableKeepAlives: true}}, {Transport: &http.Transport{}}}
-	stop := repeat(8, func(i int) {
-		status, body, err := send(clients[i%2], "POST", url+"/v1/pets", rex)
-		if err != nil || status != 201 {
-			t.Errorf("%d %s %v", status, body, err)
-		}
-		answered.Add(1)
-	})
-	for round := range 3 {
-		before := answered.Load()
-		eventually(t, "clients add 100 animals", func() bool { return answered.Load() > before+100 })
-		if status, log := p.stop(syscall.SIGTERM); status != 0 {
-			t.Errorf("exit status %d, log %s", status, log)
-		} else if isNew := strings.Contains(log, "the database is new"); isNew != (round == 0) {
-			t.Errorf("round %d: the log says that the database is new: %v", round, isNew)
-		}
-		p = start()
-	}
-	stop()
-	status, body, err := send(clients[0], "GET", fmt.Sprintf("%s/v1/pets?after=%d", url, answered.Load()-1), "")
-	if err != nil || status != 200 || strings.Count(body, `"id"`) != 1 {
-		t.Errorf("%d creates were acknowledged, and the last animal is %s (%v)", answered.Load(), body, err)
-	}
-}
-
-// TestSignals sends signals while a request is in progress.
-func TestSignals(t *testing.T) {
-	t.Parallel()
-	for name, c := range map[string]struct {
-		shell   string
-		signals []syscall.Signal // the last one stops the program
-	}{
-		"interrupt":     {execSelf, []syscall.Signal{syscall.SIGINT}},
-		"terminated":    {execSelf, []syscall.Signal{syscall.SIGTERM}},
-		"not by hangup": {`trap "" HUP; ` + execSelf, []syscall.Signal{syscall.SIGHUP, syscall.SIGTERM}}, // like nohup(1)
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			p := startProcess(t, command(t, c.shell))
-			r, _ := http.NewRequest("POST", p.url+"/v1/pets", nil)
-			conn := ok(net.Dial("tcp", r.Host))
-			defer conn.Close()
-			fmt.Fprintf(conn, "POST /v1/pets HTTP/1.1\r\n%sExpect: 100-continue\r\n%s", withKey, length29)
-			line := make([]byte, len("HTTP/1.1 100 Continue\r\n\r\n"))
-			if _, err := io.ReadFull(conn, line); !strings.Contains(string(line), "100 Continue") {
-				t.Fatal(string(line), err)
-			}
-			for _, sig := range c.signals {
-				p.cmd.Process.Signal(sig)
-			}
-			cause := c.signals[len(c.signals)-1]
-			p.read(fmt.Sprintf(`msg=stopping cause="%v signal received"$`, cause))
-			p.cmd.Process.Signal(cause) // changes nothing
-			p.cmd.Process.Signal(syscall.SIGINT)
-			fmt.Fprint(conn, rex)
-			if resp, err := http.ReadResponse(bufio.NewReader(conn), r); err != nil || resp.StatusCode != 201 || !resp.Close {
-				t.Errorf("the response is %+v (%v)", resp, err)
-			}
-			if status, log := p.stop(); status != 0 || strings.Count(log, "msg=stopping") != 1 || !strings.Contains(log, "msg=stopped\n") {
-				t.Errorf("status %d, log %s", status, log)
-			}
-		})
-	}
-	t.Run("hangup", func(t *testing.T) {
-		t.Parallel()
-		p := startProcess(t, command(t, execSelf))
-		p.stop(syscall.SIGHUP)
-		if status := p.cmd.ProcessState.Sys().(syscall.WaitStatus); !status.Signaled() || status.Signal() != syscall.SIGHUP {
-			t.Errorf("the process ended with %v, want the default action of SIGHUP", p.cmd.ProcessState)
-		}
-	})
-}
-
-// TestStalledLogStopsNothing fills the pipe that is the log, or closes it at the other end.
-func TestStalledLogStopsNothing(t *testing.T) {
-	t.Parallel()
-	for _, closed := range []bool{false, true} {
-		t.Run(fmt.Sprint("closed: ", closed), func(t *testing.T) {
-			t.Parallel()
-			p := startProcess(t, command(t, execSelf))
-			if closed {
-				p.stderr.Close()
-			}
-			target := fmt.Sprint(p.url, "/v1/pets/", strings.Repeat("x", 8000))
-			for i := range 100 {
-				if status, _, err := send(http.DefaultClient, "GET", target, ""); status != 404 {
-					t.Fatalf("request %d = %d %v, want 404", i, status, err)
-				}
-			}
-			if status, body, err := send(http.DefaultClient, "POST", p.url+"/v1/pets", rex); status != 201 {
-				t.Errorf("POST /v1/pets = %d %s %v", status, body, err)
-			}
-			p.cmd.Process.Signal(syscall.SIGTERM)
-			p.cmd.Wait()
-			if status := p.cmd.ProcessState.ExitCode(); status != 0 {
-				t.Errorf("exit status %d", status)
-			}
-		})
-	}
-}
-
-// TestWithoutAKey starts the program without a key, with a database named as SQLite names one in memory, and with the
-// environment variables of a socket for another process.
-func TestWithoutAKey(t *testing.T) {
-	t.Parallel()
-	cmd := command(t, "unset API_KEYS; LISTEN_PID=1 LISTEN_FDS=1 "+execSelf, "-db", ":memory:")
-	cmd.Dir = t.TempDir()
-	p := startProcess(t, cmd)
-	key := regexp.MustCompile(`api_key=([A-Z2-7]{26})\n`).FindStringSubmatch(p.lines.String())
-	if key == nil {
-		t.Fatal(p.lines.String())
-	}
-	for sent, want := range map[string]int{key[1]: 200, testKey: 401} {
-		if status, body, err := send(http.DefaultClient, "GET", p.url+"/v1/pets", "", "Authorization: Bearer "+sent); status != want {
-			t.Errorf("with the key %s: %d %s %v, want %d", sent, status, body, err, want)
-		}
-	}
-	db := filepath.Join(cmd.Dir, ":memory:")
-	status, log := p.stop(syscall.SIGTERM)
-	if status != 0 || strings.Count(log, key[1]) != 1 || !strings.Contains(log, "database="+db+" keys=1 ") ||
-		!strings.Contains(log, `level=WARN msg="the database is new and empty" database=`+db) {
-		t.Errorf("status %d, log %s", status, log)
-	}
-	if files := snapshot(t, cmd.Dir); !strings.HasPrefix(files, ":memory: ") || strings.Count(files, "\n") != 1 {
-		t.Errorf("the files are\n%s", files)
-	}
-}
-
-// TestTLS serves HTTPS, and tests the versions of TLS and HTTP.
-func TestTLS(t *testing.T) {
-	t.Parallel()
-	ts := httptest.NewTLSServer(nil)
-	defer ts.Close()
-	key := ok(x509.MarshalPKCS8PrivateKey(ts.TLS.Certificates[0].PrivateKey))
-	pemFile := func(kind string, der []byte) string {
-		return writeFile(t, t.TempDir(), "pem", string(pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der})))
-	}
-	p := startProcess(t, command(t, execSelf,
-		"-tls-cert", pemFile("CERTIFICATE", ts.Certificate().Raw), "-tls-key", pemFile("PRIVATE KEY", key)))
-	transport := ts.Client().Transport.(*http.Transport).Clone()
-	transport.TLSClientConfig.ServerName, transport.ForceAttemptHTTP2 = "example.com", true
-	r, _ := http.NewRequest("GET", p.url+"/v1/pets", nil)
-	setHeaders(r, nil)
-	resp := ok(transport.RoundTrip(r))
-	if a := checked(t, r, resp); a.status != 200 || resp.ProtoMajor != 1 {
-		t.Errorf("got %d over HTTP/%d", a.status, resp.ProtoMajor)
-	}
-	transport.TLSClientConfig.MinVersion, transport.TLSClientConfig.MaxVersion = tls.VersionTLS10, tls.VersionTLS11
-	transport.CloseIdleConnections()
-	if _, err := transport.RoundTrip(r); err == nil {
-		t.Error("TLS 1.1 is accepted")
-	}
-	if status, log := p.stop(syscall.SIGTERM); status != 0 || !strings.Contains(log, `level=WARN msg="http: TLS handshake error`) {
-		t.Errorf("status %d, log %s", status, log)
-	}
-}
-
-// TestSettings runs the program with mistakes in the command line, in files and in the environment.
-func TestSettings(t *testing.T) {
-	t.Parallel()
-	dir := t.TempDir()
-	file := func(name, text string) string { return writeFile(t, dir, name, text) }
-	foreign := func(name, statements string) string {
-		s := &service{t: t, db: filepath.Join(dir, name)}
-		s.sql(statements)
-		return s.db
-	}
-	ours := func(name, statements string) string {
-		must(t, openService(t, filepath.Join(dir, name)).close())
-		return foreign(name, statements)
-	}
-	taken := ok(net.Listen("tcp", "127.0.0.1:0"))
-	defer taken.Close()
-	none, dangling := filepath.Join(dir, "none"), filepath.Join(dir, "dangling")
-	must(t, os.Symlink(none, dangling))
-	loop, linked := filepath.Join(dir, "loop"), filepath.Join(t.TempDir(), "linked")
-	must(t, os.Symlink(loop, loop))
-	moved, emptied := strings.TrimSuffix(file("moved-wal", "some log"), "-wal"), file("emptied", "")
-	file("emptied-wal", "some log")
-	must(t, os.Symlink(emptied, linked))
-	fifo := filepath.Join(t.TempDir(), "fifo")
-	must(t, exec.Command("mkfifo", fifo).Run())
-	newer, fine, readOnly := ours("newer", "PRAGMA user_version = 2"), ours("fine", ""), ours("read-only", "")
-	must(t, exec.Command("sh", "-c", `printf '\3' | dd of="$0" bs=1 seek=18 conv=notrunc`, readOnly).Run()) // to a format that SQLite only reads
-	for _, c := range []struct {
-		args   string // separated by spaces; _ stands for an empty argument, ~ for a line break
-		env    string
-		status int
-		words  string
-	}{
-		{"-colour", "", 2, "not defined: -colour"},
-		{"serve", "", 2, `unexpected argument "serve"`},
-		{"-db _", "", 2, "-db must not be empty"},
-		{"-addr _", "", 2, "-addr must not be empty"},
-		{"-tls-cert x", "", 2, "give both or neither"},
-		{"-tls-cert " + none + " -tls-key " + none, "API_KEYS=k", 1, "no such file"},
-		{"-addr " + taken.Addr().String(), "LISTEN_FDS=0", 1, "address already in use"},
-		{"-addr :0", "", 1, "set API_KEYS or -keys"},
-		{"", "API_KEYS=", 1, "contain no API key"},
-		{"", "API_KEYS=one, k # tom", 1, "API_KEYS, item 2: an API key must consist of visible ASCII"},
-		{"-keys " + file("spaced", "# none\r\none\r\nk # tom\r\n"), "API_KEYS=k", 1, `spaced", line 3: an API key must`},
-		{"", "LISTEN_FDS=2", 1, "one socket"},
-		{"-keys " + none + "/keys", "API_KEYS=k", 1, `none/keys": open `},
-		{"-keys " + file("comments", "# none\n\n  \r\n"), "", 1, "contain no API key"},
-		{"-keys " + file("listed", "one,tom"), "API_KEYS=k", 1, `listed", line 1: an API key must`},
-		{"-db " + dir, "API_KEYS=k", 1, "is it a file"},
-		{"-db " + fifo, "API_KEYS=k", 1, "is it a file"},
-		{"-db " + dangling, "API_KEYS=k", 1, `dangling": lstat ` + none + ": no such file"},
-		{"-db " + loop, "API_KEYS=k", 1, `loop": EvalSymlinks: too many links`},
-		{"-db " + none + "/animals.db", "API_KEYS=k", 1, "in an existing folder"},
-		{"-keys " + none + "/a~b", "", 1, "/a b: no such"},
-		{"-db " + moved, "API_KEYS=k", 1, `moved-wal" is the write-ahead log of one`},
-		{"-db " + emptied, "API_KEYS=k", 1, `emptied-wal" is the write-ahead log of one`},
-		{"-db " + linked, "API_KEYS=k", 1, `emptied-wal" is the write-ahead log of one`},
-		{"-db " + ours("dump", "PRAGMA application_id = 0"), "API_KEYS=k", 1, "its application_id is not 1348826227"},
-		{"-db " + file("text", "some text"), "API_KEYS=k", 1, "If it is damaged, restore a backup"},
-		{"-db " + file("short-text", "ab"), "API_KEYS=k", 1, "file is not a database"},
-		{"-db " + foreign("foreign-wal", "PRAGMA journal_mode = WAL; CREATE TABLE t (x)"), "API_KEYS=k", 1, "not a database of this service"},
-		{"-db " + foreign("versioned", "PRAGMA user_version = 1"), "API_KEYS=k", 1, "not a database of this service"},
-		{"-db " + newer, "API_KEYS=k", 1, "a newer version"},
-		{"-db " + newer + " -backup " + none, "", 1, "a newer version"},
-		{"-backup " + none, "", 1, "unable to open database file"},
-		{"-db " + emptied + " -backup " + none, "", 1, "not a database of this service"},
-		{"-db " + readOnly, "API_KEYS=k", 1, "attempt to write a readonly database"},
-		{"-db " + fine + " -backup " + dangling, "", 1, "exists already"},
-		{"-db " + fine + " -backup " + none + "/copy", "", 1, `none/copy.`},
-	} {
-		args := []string{"-addr", "localhost:0", "-db", filepath.Join(dir, "new.db")}
-		for _, arg := range strings.Fields(c.args) {
-			args = append(args, strings.NewReplacer("_", "", "~", "\n").Replace(arg))
-		}
-		name, value, _ := strings.Cut(c.env, "=")
-		env := map[string]string{"LISTEN_PID": strconv.Itoa(os.Getpid()), name: value}
-		before := snapshot(t, dir)
-		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second) // in case the service starts
-		var stdout, stderr strings.Builder
-		status := run(ctx, args, lookup(env), &stdout, &stderr)
-		cancel()
-		if status != c.status || !strings.Contains(stderr.String(), c.words) {
-			t.Errorf("%q with %q: status %d, %q; want %d, %q", args, c.env, status, stderr.String(), c.status, c.words)
-		}
-		if strings.Count(stderr.String(), "\n") != 1 || stdout.Len() > 0 || strings.Contains(stderr.String(), "tom") {
-			t.Errorf("%q: standard error is %q, want one line without a key, and standard output is %q", args, stderr.String(), stdout.String())
-		}
-		if after := snapshot(t, dir); after != before {
-			t.Errorf("%q changed the files from\n%s to\n%s", args, before, after)
-		}
-	}
-}
-
-// TestBackup writes a backup while animals are added.
-func TestBackup(t *testing.T) {
-	s := parallel(t)
-	for range 100 {
-		s.add("before", 1, "sold")
-	}
-	dir := t.TempDir()
-	backup := func() (status int, output string) {
-		cmd := command(t, "unset API_KEYS; "+execSelf, "-db", s.db, "-backup", "copy.db")
-		cmd.Dir = dir
-		out, _ := cmd.CombinedOutput()
-		return cmd.ProcessState.ExitCode(), string(out)
-	}
-	stop := repeat(4, func(int) { s.add("meanwhile", 1, "available") })
-	status, output := backup()
-	stop()
-	if status != 0 {
-		t.Fatalf("status %d: %s", status, output)
-	}
-	before := snapshot(t, dir)
-	if status, output := backup(); status != 1 || !strings.Contains(output, "exists already") {
-		t.Errorf("a backup to an existing file: status %d: %s", status, output)
-	}
-	if after := snapshot(t, dir); after != before || strings.Count(after, "\n") != 1 {
-		t.Errorf("the files were\n%s and are\n%s", before, after)
-	}
-	restored := openService(t, filepath.Join(dir, "copy.db"))
-	copied := restored.sql("SELECT max(id) FROM pets")
-	if got := decode[[]pet](t, restored.do("GET", "/v1/pets?limit=100", "")); len(got) != 100 || got[99].ID != 100 {
-		t.Errorf("the first page of the backup has %d animals, want the 100 that were there before", len(got))
-	}
-	if p := restored.add("after", 1, "sold"); fmt.Sprint(p.ID-1) != copied {
-		t.Errorf("the last id in the backup is %s, and the next is %d", copied, p.ID)
-	}
-}
-
-// TestFailedBackupLeavesNothing backs up a damaged database, and interrupts another backup.
-func TestFailedBackupLeavesNothing(t *testing.T) {
-	s := parallel(t)
-	s.add("Rex", 7, "sold")
-	must(t, s.close())
-	s.sql("PRAGMA writable_schema = ON; UPDATE sqlite_schema SET sql = replace(sql, 'BETWEEN 1', 'BETWEEN 9')")
-	interrupted, cancel := context.WithCancel(t.Context())
-	cancel()
-	before := snapshot(t, filepath.Dir(s.db))
-	for ctx, what := range map[context.Context]string{t.Context(): "damaged", interrupted: "canceled"} {
-		var stderr strings.Builder
-		if status := run(ctx, []string{"-db", s.db, "-backup", s.db + ".copy"}, lookup(nil), io.Discard, &stderr); status != 1 || !strings.Contains(stderr.String(), what) {
-			t.Errorf("the %s backup ended with %d %s", what, status, stderr.String())
-		}
-		if after := snapshot(t, filepath.Dir(s.db)); after != before {
-			t.Errorf("after the %s backup the files are\n%s", what, after)
-		}
-	}
-}
-
-// FuzzRequests adds an animal with any body, and lists animals with any query. The responses must be in openapi.json, and an
-// accepted animal must read back as it was sent.
-func FuzzRequests(f *testing.F) {
-	for query, body := range map[string]string{
-		"": rex, "limit=5&status=sold&after=3": `{"name":"\ud83d\udc36","categoryId":-9223372036854775808,"status":"sold"}`,
-		"limit=101": `{"name":"\ud83d","categoryId":1e2}`, "%zz": `{"name":"x","name":"y"}`, "a;b": "{\"name\":\"\xff\"}", "limit=1&limit=1": `[]`,
-	} {
-		f.Add(query, []byte(body))
-	}
-	handler := newService(f).server
-	f.Fuzz(func(t *testing.T, query string, body []byte) {
-		s := &service{t: t, server: handler}
-		list := httptest.NewRequest("GET", "/v1/pets", nil)
-		list.URL.RawQuery = query
-		if a := s.serve(list); a.status != 200 && a.status != 400 {
-			t.Errorf("%q = %d %s", query, a.status, a.body)
-		}
-		a := s.do("POST", "/v1/pets", string(body))
-		if a.status == 400 || a.status == 413 && len(body) > maxBody {
-			return
-		}
-		s.want(a, 201, "")
-		if got := s.do("GET", a.header.Get("Location"), ""); got.body != a.body {
-			t.Errorf("POST %q = %s, but it reads back as %s", body, a.body, got.body)
-		}
-		var sent map[string]any
-		dec := json.NewDecoder(bytes.NewReader(body))
-		dec.UseNumber()
-		must(t, dec.Decode(&sent))
-		for name, value := range sent {
-			member := string(encode(map[string]any{name: value}))
-			if !strings.Contains(a.body, member[1:len(member)-2]) {
-				t.Errorf("%q reads back as %s", body, a.body)
-			}
-		}
-	})
-}
-
-// BenchmarkRequests measures how many requests per second the service answers over TCP.
-func BenchmarkRequests(b *testing.B) {
-	for _, c := range []struct {
-		name, target string // %d stands for a random number up to 100,000
-		adds         int    // how many of 100 requests add an animal
-		withKey      bool   // an Idempotency-Key
-		connections  int
-	}{
-		{"add, 64 connections", "", 100, false, 64},
-		{"add, 1 connection", "", 100, false, 1},
-		{"add with an Idempotency-Key, 64 connections", "", 100, true, 64},
-		{"add with an Idempotency-Key, 1 connection", "", 100, true, 1},
-		{"list, first page", "/v1/pets", 0, false, 32},
-		{"list, first page of a status", "/v1/pets?status=sold", 0, false, 32},
-		{"fetch, one animal", "/v1/pets/77", 0, false, 32},
-		{"list, any page", "/v1/pets?after=%d", 0, false, 32},
-		{"fetch, any animal", "/v1/pets/%d", 0, false, 32},
-		{"list, first page, and one add in ten requests, 1000 connections", "/v1/pets", 10, false, 1000},
-	} {
-		b.Run(c.name, func(b *testing.B) {
-			s := newService(b)
-			s.sql(`WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 100000)
-				INSERT INTO pets (name, category_id, status) SELECT 'animal number ' || i, i % 50,
-					CASE i % 3 WHEN 0 THEN 'available' WHEN 1 THEN 'pending' ELSE 'sold' END FROM n`)
-			ts := httptest.NewServer(s)
-			defer ts.Close()
-			client := &http.Client{Transport: &http.Transport{MaxConnsPerHost: c.connections, MaxIdleConnsPerHost: c.connections}}
-			defer client.CloseIdleConnections()
-			b.SetParallelism(max(64, c.connections) / runtime.GOMAXPROCS(0))
-			b.ReportAllocs()
-			b.ResetTimer()
-			b.RunParallel(func(pb *testing.PB) {
-				for pb.Next() {
-					method, target, body, header := "GET", strings.Replace(c.target, "%d", strconv.Itoa(1+rand.Intn(100000)), 1), "", ""
-					if rand.Intn(100) < c.adds {
-						method, target, body = "POST", "/v1/pets", rex
-					}
-					if c.withKey {
-						header = fmt.Sprint("Idempotency-Key: ", rand.Int63())
-					}
-					if status, text, err := send(client, method, ts.URL+target, body, header); err != nil || status >= 300 {
-						b.Errorf("%s %s = %d %s, %v", method, target, status, text, err)
-					}
-				}
-			})
-			b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "requests/s")
-		})
-	}
 }
