@@ -285,8 +285,8 @@ func unquote(value []byte) (s string) {
 	return s
 }
 
-// parseName returns the name in a JSON value, and whether it is valid. U+FFFD makes it invalid: encoding/json puts
-// it for an unpaired surrogate, and other programs for what they cannot decode, so the name has lost a character.
+// parseName returns the name in a JSON value, and whether it is valid. U+FFFD makes it invalid: a decoder
+// puts it where it could not decode a character (encoding/json, for an unpaired surrogate), so the name has lost one.
 func parseName(value []byte) (name string, ok bool) {
 	name = unquote(value)
 	blank := strings.TrimSpace(name) == ""

@@ -110,7 +110,7 @@ func buildVersion() string {
 	return info.Main.Version + " " + info.GoVersion
 }
 
-// serve runs the service until ctx is cancelled. It checks the other settings before it opens the database.
+// serve runs the service until ctx is cancelled. It opens the database last, when all other settings are checked.
 func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool), log *slog.Logger) error {
 	k, err := loadKeys(lookupEnv, c.keysFile)
 	if err != nil {
@@ -155,12 +155,11 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 }
 
 // listen returns the socket that systemd passes (sd_listen_fds(3)), or else a socket that listens on addr.
-func listen(lookupEnv func(string) (string, bool), addr string) (net.Listener, error) {
+func listen(lookupEnv func(string) (string, bool), addr string) (ln net.Listener, err error) {
 	pid, _ := lookupEnv("LISTEN_PID")
 	count, _ := lookupEnv("LISTEN_FDS")
 	if pid != strconv.Itoa(os.Getpid()) || count == "" || count == "0" {
-		ln, err := net.Listen("tcp", addr)
-		if err != nil {
+		if ln, err = net.Listen("tcp", addr); err != nil {
 			err = fmt.Errorf("-addr %q: %w", addr, err)
 		}
 		return ln, err

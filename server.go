@@ -39,7 +39,7 @@ type server struct {
 
 // newServer returns the service on an open store.
 func newServer(st *store, k keys, log *slog.Logger) *server {
-	s := &server{store: st, keys: k, log: log, mux: http.NewServeMux()}
+	s := &server{store: st, keys: k, log: log, mux: http.NewServeMux(), cache: cache{version: -1}}
 	handle := func(pattern string, h handler) {
 		s.mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) { s.answer(w, r, h) })
 	}
@@ -137,7 +137,7 @@ type response struct {
 // cache holds the responses to GET requests since the last change.
 type cache struct {
 	sync.Mutex
-	version   int64                               // of store.changes, loaded before the responses were read
+	version   int64                               // of store.changes, loaded before the responses were read; -1 at first
 	size      int                                 // bytes that the responses take, roughly
 	responses map[string]func() (response, error) // by URL; the first call reads the response, and others wait for it
 }
@@ -147,7 +147,7 @@ func (s *server) cached(read func(r *http.Request) (response, error)) handler {
 	return func(c *call, r *http.Request) error {
 		url := r.URL.RequestURI()
 		s.cache.Lock()
-		if version := s.store.changes.Load(); version != s.cache.version || s.cache.size > maxCache || s.cache.responses == nil {
+		if version := s.store.changes.Load(); version != s.cache.version || s.cache.size > maxCache {
 			s.cache.version, s.cache.size, s.cache.responses = version, 0, map[string]func() (response, error){}
 		}
 		responses := s.cache.responses
@@ -183,7 +183,7 @@ func (s *server) cached(read func(r *http.Request) (response, error)) handler {
 func (c *call) send(status int, body []byte) {
 	c.status = status
 	c.Header().Set("Content-Length", strconv.Itoa(len(body)))
-	if c.unread || c.server.draining.Load() { // net/http would otherwise read an unread body before it sends anything
+	if c.unread || c.server.draining.Load() { // unread: net/http would otherwise read the body before it sends anything
 		c.Header().Set("Connection", "close")
 	}
 	c.WriteHeader(status)
@@ -219,8 +219,8 @@ func (c *call) finish(r *http.Request) {
 	}
 	c.log(r)
 	if c.unread {
-		// Many clients read the response only when they have sent the whole body, and lose it if the connection is closed
-		// before. A body that never ends gets its turn with other requests, until ReadTimeout or a stop.
+		// Many clients read the response only after they have sent the whole body, and lose it if the connection is closed
+		// before. So this reads the rest, until ReadTimeout; other requests run in between, and a stop ends it.
 		http.NewResponseController(c.ResponseWriter).Flush()
 		var err error
 		for buf := make([]byte, 8<<10); err == nil && !c.server.draining.Load(); runtime.Gosched() {
@@ -229,8 +229,8 @@ func (c *call) finish(r *http.Request) {
 	}
 }
 
-// log writes the log line of a request that has been answered. It makes the record itself because slog.Logger would look
-// up the line of the source, which takes a tenth of the time of a GET.
+// log writes the log line of a request that has been answered. It makes the record itself because slog.Logger would find the
+// line of the source, a tenth of the time of a GET.
 func (c *call) log(r *http.Request) {
 	line := slog.NewRecord(time.Now(), slog.LevelInfo, "request", 0)
 	line.AddAttrs(
@@ -275,7 +275,7 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	s.log.Info("stopping", "cause", context.Cause(ctx))
 	s.draining.Store(true)
 	ln.Close()
-	// For requests that are on their way: Shutdown closes idle connections at once, and so would SetKeepAlivesEnabled(false).
+	// Wait for requests that are on their way: Shutdown closes idle connections at once, as SetKeepAlivesEnabled(false) would.
 	time.Sleep(250 * time.Millisecond)
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()

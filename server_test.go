@@ -9,14 +9,12 @@ import (
 	"crypto/x509"
 	"database/sql"
 	"database/sql/driver"
-	"encoding/binary"
 	"encoding/json"
 	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
-	"math/rand"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -37,8 +35,6 @@ import (
 	"testing/iotest"
 	"testing/synctest"
 	"time"
-	"unicode"
-	"unicode/utf8"
 
 	"modernc.org/sqlite"
 )
@@ -85,6 +81,12 @@ func newService(t testing.TB, logs ...io.Writer) *service {
 	return openService(t, filepath.Join(t.TempDir(), "animals.db"), logs...)
 }
 
+// withFakeClock runs a test on a service under a fake clock, in parallel with other tests.
+func withFakeClock(t *testing.T, test func(t *testing.T, s *service), logs ...io.Writer) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) { test(t, newService(t, logs...)) })
+}
+
 func openService(t testing.TB, db string, logs ...io.Writer) *service {
 	t.Helper()
 	k := try(loadKeys(lookup(map[string]string{"API_KEYS": testKey + "," + otherKey}), ""))(t)
@@ -93,7 +95,8 @@ func openService(t testing.TB, db string, logs ...io.Writer) *service {
 	if _, ok := t.(*testing.T); ok { // in benchmarks and fuzz tests there would be too much of it
 		logs = append(logs, t.Output())
 	}
-	s := &service{t: t, db: db, server: newServer(st, k, slog.New(slog.NewTextHandler(io.MultiWriter(logs...), nil)))}
+	log := slog.New(slog.NewTextHandler(io.MultiWriter(logs...), nil))
+	s := &service{t: t, db: db, server: newServer(st, k, log)}
 	s.close = func() error {
 		s.close = func() error { return nil }
 		return st.close()
@@ -145,9 +148,6 @@ func checked(t testing.TB, r *http.Request, resp *http.Response) reply {
 	t.Helper()
 	defer resp.Body.Close()
 	body := try(io.ReadAll(resp.Body))(t)
-	if r.Method == "HEAD" {
-		body = nil // net/http would not send it
-	}
 	a := reply{fmt.Sprintf("%.500s %.500s", r.Method, r.URL), resp.StatusCode, resp.Header, string(body)}
 	for _, fault := range contractFaults(r, a) {
 		t.Errorf("%s = %d: %s", a.request, a.status, fault)
@@ -179,8 +179,7 @@ func decode[T any](t testing.TB, a reply) T {
 	return v
 }
 
-// sqlite3 runs statements as sqlite3(1) would, another program, and returns the first value of the result, if
-// there is one.
+// sqlite3 runs statements as another program would, and returns the first value of the result, if there is one.
 func (s *service) sqlite3(statements string, args ...any) (value string) {
 	s.t.Helper()
 	db := connect(s.t, s.db)
@@ -189,6 +188,14 @@ func (s *service) sqlite3(statements string, args ...any) (value string) {
 		s.t.Fatalf("%s: %v", statements, err)
 	}
 	return value
+}
+
+// wantSQL checks the first value of the result of a query.
+func (s *service) wantSQL(query, want string) {
+	s.t.Helper()
+	if got := s.sqlite3(query); got != want {
+		s.t.Errorf("%s: %s, want %s", query, got, want)
+	}
 }
 
 // connect opens the database as another program would.
@@ -217,10 +224,10 @@ func must(t testing.TB, err error) {
 	}
 }
 
-// eventually waits until condition returns true. It fails the test after 20 seconds.
+// eventually waits until condition returns true. It fails the test after 10 seconds.
 func eventually(t testing.TB, what string, condition func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(20 * time.Second); !condition(); time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(10 * time.Second); !condition(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatalf("this never happened: %s", what)
 		}
@@ -238,10 +245,7 @@ func repeat(n int, f func(i int)) (stop func()) {
 			}
 		})
 	}
-	return func() {
-		stopped.Store(true)
-		all.Wait()
-	}
+	return func() { stopped.Store(true); all.Wait() }
 }
 
 // lookup returns a replacement of os.LookupEnv for the given environment.
@@ -271,7 +275,6 @@ func snapshot(t testing.TB, dir string) (text string) {
 	return text
 }
 
-// TestListPets tests the content of pages and the links between them.
 func TestListPets(t *testing.T) {
 	s := parallelService(t)
 	if a := s.do("GET", "/v1/pets", ""); a.body != "[]\n" || a.header.Get("Link") != "" {
@@ -292,6 +295,7 @@ func TestListPets(t *testing.T) {
 		{"?limit=45", "", all},
 		{"?limit=44", "</v1/pets?after=44&limit=44>", all[:44]},
 		{"?after=44", "", all[44:]},
+		{"?after=0&limit=1", "</v1/pets?after=1&limit=1>", all[:1]},
 		{"?after=9223372036854775807", "", []pet{}},
 		{"?status=sold&limit=15", "", sold},
 		{"?limit=14&status=sold", "</v1/pets?after=42&limit=14&status=sold>", sold[:14]},
@@ -330,54 +334,57 @@ func TestPagingSeesEachAnimalOnce(t *testing.T) {
 	}
 }
 
-func TestCreatePetKeepsWhatWasSent(t *testing.T) {
+// validBodies are accepted, and read back as they are.
+var validBodies = []string{
+	"{\r\n\t\"name\":\t\"x\",\r\n\t\"categoryId\":\r\n1,\t\"status\"\n:\r\"pending\"\t}",
+	`{"name":"}]:,{[\"\\","categoryId":-9223372036854775808}`,
+	`{"name":"\uD7A3\uE000\uDBFF\uDFFF\uD800\uDC00","categoryId":9223372036854775807}`,
+	`{"name":"\uD83D\uDC36\u00e9\\uD83D","categoryId":1}`,
+	`{"name":"` + strings.Repeat("🐶", 255) + `","categoryId":0,"status":"available"}`,
+}
+
+func TestCreatePet(t *testing.T) {
 	s := parallelService(t)
-	dogs := strings.Repeat("🐶", 255)
 	for i, c := range []struct{ body, want string }{
 		{rex, `"name":"Rex","categoryId":7,"status":"available"`},
-		{` { "status" : "sold" , "categoryId" : -1 , "name" : "a" } ` + "\r\n\t", `"name":"a","categoryId":-1,"status":"sold"`},
-		{"{\r\n\t\"name\":\t\"x\",\r\n\t\"categoryId\":\r\n1,\t\"status\"\n:\r\"pending\"\t}", `"name":"x","categoryId":1,"status":"pending"`},
-		{`{"name":"}]:,{[\"\\","categoryId":-9223372036854775808}`, `"name":"}]:,{[\"\\","categoryId":-9223372036854775808,"status":"available"`},
-		{`{"name":"\uD7A3\uE000\uDBFF\uDFFF\uD800\uDC00","categoryId":9223372036854775807}`,
-			"\"name\":\"\ud7a3\ue000\U0010FFFF\U00010000\"," + `"categoryId":9223372036854775807,"status":"available"`},
-		{`{"name":" <&> ","categoryId":0}`, `"name":" <&> ","categoryId":0,"status":"available"`},
-		{`{"n\u0061me":"x","categoryId":1}`, `"name":"x","categoryId":1,"status":"available"`},
-		{`{"name":"\uD83D\uDC36\u00e9\\uD83D","categoryId":1}`, `"name":"🐶é\\uD83D","categoryId":1,"status":"available"`},
-		{`{"name":"\"\\\/\b\f\n\r\t","categoryId":1}`, `"name":"\"\\/\b\f\n\r\t","categoryId":1,"status":"available"`},
-		{`{"name":"` + dogs + `","categoryId":1}`, `"name":"` + dogs + `","categoryId":1,"status":"available"`},
+		{` { "status" : "sold" , "categoryId" : -1 , "name" : " <&> " } ` + "\r\n\t", `"name":" <&> ","categoryId":-1,"status":"sold"`},
+		{`{"n\u0061me":"\"\\\/\b\f\n\r\t","categoryId":1}`, `"name":"\"\\/\b\f\n\r\t","categoryId":1,"status":"available"`},
 	} {
-		want := fmt.Sprintf("{\"id\":%d,%s}\n", i+1, c.want)
+		want, location := fmt.Sprintf("{\"id\":%d,%s}\n", i+1, c.want), fmt.Sprintf("/v1/pets/%d", i+1)
 		a := s.do("POST", "/v1/pets", c.body, "Content-Type: application/json; charset=latin1")
-		location := fmt.Sprintf("/v1/pets/%d", i+1)
 		if a.status != 201 || a.body != want || a.header.Get("Location") != location || a.header.Get("Connection") != "" {
 			t.Errorf("POST %s = %d %s, at %q, want %s", c.body, a.status, a.body, a.header.Get("Location"), want)
 		}
-		if got := s.do("GET", location, ""); got.body != want {
-			t.Errorf("%s = %s, want %s", got.request, got.body, want)
-		}
+	}
+	disconnected, cancel := context.WithCancel(t.Context())
+	cancel()                           // which must not interrupt anything
+	for _, body := range validBodies { // FuzzRequests reads them back
+		s.want(s.doRequest(httptest.NewRequestWithContext(disconnected, "POST", "/v1/pets", strings.NewReader(body))), 201, "")
+	}
+	for _, target := range []string{"/v1/pets", "/v1/pets/1", "/healthz"} {
+		s.want(s.doRequest(httptest.NewRequestWithContext(disconnected, "GET", target, nil)), 200, "")
 	}
 }
 
 func TestCreatePetRefusesInvalidBodies(t *testing.T) {
 	s := parallelService(t)
+	x99 := strings.Repeat("x", 99)
 	const nameRule = "name must be a string of 1 to 255 characters, not all white space, without U+0000, U+FFFD or unpaired surrogates"
 	for body, words := range map[string]string{
-		"":                                       "one JSON object",
-		"null":                                   "one JSON object",
-		`{"name":"x","categoryId":1,}`:           `one JSON object: invalid character '}' looking for beginning of object key string, at byte 28"`,
-		`{"name":"x" "categoryId":1}`:            `invalid character '\"' after object key:value pair, at byte 13"`,
-		`{"name":"x","categoryId":1 `:            `unexpected end of JSON input, at byte 27"`,
-		`{"name":nul}`:                           `invalid character '}' in literal null (expecting 'l'), at byte 12`,
-		rex + "{}":                               "one JSON object",
-		"\ufeff" + rex:                           "one JSON object",
-		"{\"name\":\"\xff\",\"categoryId\":1}":   "UTF-8",
-		`{}`:                                     "name is required; categoryId is required",
-		`{"name":null,"categoryId":null}`:        nameRule + "; categoryId must be an integer",
-		`{"name":"x","categoryID":1}`:            `unknown member \"categoryID\"; categoryId is required`,
-		`{"` + strings.Repeat("x", 99) + `":1}`:  strings.Repeat("x", 64) + `\"`,
-		`{"name":"x","name":"x","categoryId":1}`: `\"name\" must not be repeated`,
-		`{"name":"x","n\u0061me":"y","categoryId":1}`:                `\"name\" must not be repeated`,
-		`{"name":7,"categoryId":1}`:                                  "name must be",
+		"":                                            "one JSON object",
+		`{"name":"x","categoryId":1,}`:                `one JSON object: invalid character '}' looking for beginning of object key string, at byte 28"`,
+		`{"name":"x" "categoryId":1}`:                 `invalid character '\"' after object key:value pair, at byte 13"`,
+		`{"name":"x","categoryId":1 `:                 `unexpected end of JSON input, at byte 27"`,
+		rex + "{}":                                    "one JSON object",
+		"\ufeff" + rex:                                "one JSON object",
+		"{\"name\":\"\xff\",\"categoryId\":1}":        "UTF-8",
+		`{}`:                                          "name is required; categoryId is required",
+		`{"name":null,"categoryId":null}`:             nameRule + "; categoryId must be an integer",
+		`{"name":"x","categoryID":1}`:                 `unknown member \"categoryID\"; categoryId is required`,
+		`{"` + x99 + `":1,"` + x99 + `":1}`:           `unknown member \"` + x99[:64] + `\"; \"` + x99[:64] + `\" must not be repeated`,
+		`{"name":"x","name":"x","categoryId":1}`:      `\"name\" must not be repeated`,
+		`{"name":"x","n\u0061me":"y","categoryId":1}`: `\"name\" must not be repeated`,
+		`{"name":7,"categoryId":1}`:                   "name must be",
 		"{\"name\":\" \u00a0\u2003\u3000\u0085\",\"categoryId\":1}":  "name must be",
 		`{"name":"a\u0000b","categoryId":1}`:                         "name must be",
 		`{"name":"a\uFFFDb","categoryId":1}`:                         "name must be",
@@ -397,7 +404,7 @@ func TestCreatePetRefusesInvalidBodies(t *testing.T) {
 	if a := s.do("GET", "/v1/pets", ""); a.body != "[]\n" {
 		t.Errorf("the animals are %s, want none", a.body)
 	}
-	exact := rex + strings.Repeat(" ", maxBody-len(rex))
+	exact := rex + strings.Repeat(" ", 64<<10-len(rex))
 	s.want(s.do("POST", "/v1/pets", exact), 201, "")
 	s.want(s.do("POST", "/v1/pets", exact+" "), 413, "65536")
 	r := httptest.NewRequest("POST", "/v1/pets", io.MultiReader(strings.NewReader(exact), strings.NewReader(" "))) // chunked
@@ -406,29 +413,11 @@ func TestCreatePetRefusesInvalidBodies(t *testing.T) {
 	s.want(s.doRequest(r), 400, "read to its end") // the client disconnects
 }
 
-// TestPatternOfNames tests that the pattern in openapi.json allows the names that the service accepts. It has \s in the sense
-// of ECMAScript, which counts U+FEFF as white space.
-func TestPatternOfNames(t *testing.T) {
-	s := parallelService(t)
-	text := at(document, "components", "schemas", "NewPet", "properties", "name", "pattern").(string)
-	pattern := regexp.MustCompile(strings.ReplaceAll(text, `\s`, "\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"))
-	for c := range rune(unicode.MaxRune) {
-		matches := pattern.MatchString(string(c))
-		if matches && !unicode.IsSpace(c) && c%4999 > 0 || !utf8.ValidRune(c) || c == 0xfeff {
-			continue // of the other characters, one in 4999 is tried
-		}
-		body, _ := json.Marshal(newPet{string(c), 7, "sold"})
-		if a := s.do("POST", "/v1/pets", string(body)); (a.status == 201) != matches {
-			t.Errorf("the name %U = %d, but it matches the pattern: %v", c, a.status, matches)
-		}
-	}
-}
-
 // TestRequests tests the status of responses, and which fault of several they report.
 func TestRequests(t *testing.T) {
 	s := parallelService(t)
 	s.add("Rex", 7, "pending")
-	large := strings.Repeat("x", maxBody+1)
+	large := strings.Repeat("x", 64<<10+1)
 	parameters := "?" // fifty
 	for i := range 50 {
 		parameters += fmt.Sprintf("&p%02d=1", i)
@@ -441,53 +430,45 @@ func TestRequests(t *testing.T) {
 		{"GET /v1/pets/1", "", "", 200, "Rex"},
 		{"GET /v1/pets/1?limit=x&anything", "", "", 200, "Rex"},
 		{"GET /v1/pets/2", "", "", 404, "no animal"},
-		{"GET /v1/pets/-1", "", "", 404, "no animal"},
 		{"GET /v1/pets/01", "", "", 404, "no animal"},
 		{"GET /v1/pets/rex", "", "", 404, "no animal"},
 		{"GET /v1/pets/1%2F", "", "", 404, "no animal"},
 		{"GET /v1/pets/" + strings.Repeat("9", 3000), "", "", 404, "no animal"},
 		{"HEAD /v1/pets/1", "", "", 200, ""},
-		{"HEAD /v1/pets/2", "", "", 404, ""},
-		{"HEAD /v1/pets", "Accept: text/html", "", 200, ""},
-		{"GET /v1/pets?limit=0", "", "", 400, "limit must be"},
 		{"GET /v1/pets?limit=101", "", "", 400, "limit must be"},
-		{"GET /v1/pets?limit=05", "", "", 400, "limit must be"},
-		{"GET /v1/pets?limit", "", "", 400, "limit must be"},
 		{"GET /v1/pets?limit=5&limit=5", "", "", 400, `\"limit\" must not be repeated`},
 		{"GET /v1/pets?status=", "", "", 400, "status must be"},
-		{"GET /v1/pets?status=sold&status", "", "", 400, `\"status\" must not be repeated`},
 		{"GET /v1/pets?status=Sold", "", "", 400, "status must be available, pending or sold"},
 		{"GET /v1/pets?after=-1", "", "", 400, "after must be"},
 		{"GET /v1/pets?after=9223372036854775808", "", "", 400, "after must be"},
-		{"GET /v1/pets?=5", "", "", 400, `unknown parameter \"\"`},
 		{"GET /v1/pets?limit=5;after=1", "", "", 400, "malformed"},
-		{"GET /v1/pets?limit=%zz", "", "", 400, "malformed"},
 		{"GET /v1/pets?limit=0&status=x&foo=1", "", "", 400, `unknown parameter \"foo\"; limit must be an integer from 1 to 100; status must be`},
 		{"GET /v1/pets" + parameters, "", "", 400, `\"p09\"; and 40 more","status"`},
 		{"GET /v1/pets" + parameters[:1+10*len("&p00=1")], "", "", 400, `\"p09\"","status"`},
-		{"GET /v1/pets?" + strings.Repeat("x", 5000), "", "", 400, strings.Repeat("x", 64) + `\"`},
+		{"GET /v1/pets?" + strings.Repeat("x", 5000), "", "", 400, `unknown parameter \"` + large[:64] + `\"`},
 		{"GET /", "", "", 404, "nothing at this path"},
 		{"GET http://x", "", "", 404, "nothing at this path"},
 		{"GET /v1/pets/", "", "", 404, "nothing at this path"},
 		{"GET //v1/pets", "", "", 404, "nothing at this path"},
-		{"GET /v1/x/../pets", "", "", 404, "nothing at this path"},
 		{"GET /v1%2Fpets", "", "", 404, "nothing at this path"},
 		{"GET /v1/pets/%2F", "", "", 404, "nothing at this path"},
 		{"GET //v1/pets", "Authorization:", "", 401, "API key"},
-		{"GET /v1/pets/", "Authorization:", "", 401, "API key"},
 		{"DELETE /v1/pets", "", "{", 405, "only GET, HEAD, POST"},
 		{"POST /v1/pets/1", "", "{", 405, "only GET, HEAD"},
 		{"POST /healthz", "", "{", 405, "only GET, HEAD"},
 		{"DELETE /openapi.json", "", "{", 405, "only GET, HEAD"},
 		{"DELETE /openapi.json", "Authorization:", "", 401, "API key"},
+		{"DELETE /healthz", "Authorization:", "", 401, "API key"},
+		{"DELETE /v1/pets", "Authorization:", "", 401, "API key"},
+		{"DELETE /v1/pets/1", "Authorization:", "", 401, "API key"},
+		{"GET /x", "Authorization:", "", 401, "API key"},
 		{"GET /healthz", "Authorization:", "", 200, `{"status":"ok"}`},
-		{"HEAD /healthz", "Authorization:", "", 200, ""},
 		{"GET /openapi.json", "Authorization:", "", 200, string(openAPI)},
 		{"POST /v1/pets?limit=x&anything", "Accept: text/html", rex, 201, "Rex"},
 		{"POST /v1/pets", "Content-Type: application/json", rex, 201, "Rex"},
 		{"POST /v1/pets", `Content-Type: Application/JSON;charset="utf-16"`, rex, 201, "Rex"},
 		{"POST /v1/pets", "Content-Type: application/json; x", rex, 415, "application/json; x"},
-		{"POST /v1/pets", "Content-Type: application/jsonp", rex, 415, "application/jsonp"},
+		{"POST /v1/pets", "Content-Type: " + large[:99], rex, 415, `not \"` + large[:64] + `\""`},
 		{"POST /v1/pets", "Content-Type:", rex, 415, ""},
 		{"POST /v1/pets", "Content-Type: application/json|Content-Type: application/json", rex, 415, ""},
 		{"POST /v1/pets", `Content-Type: application/json; x="a|Content-Type: b"`, rex, 415, ""},
@@ -512,22 +493,17 @@ func TestAPIKeyCheck(t *testing.T) {
 		"Authorization:":                                                missing,
 		"Authorization: Basic dGVzdC1rZXk=":                             missing,
 		"Authorization: Bearer":                                         missing,
-		"Authorization: test-key":                                       missing,
 		"Authorization: Bearertest-key":                                 missing,
 		"Authorization: Bearer test-ke":                                 invalid,
 		"Authorization: Bearer TEST-KEY":                                invalid,
 		"Authorization: Bearer test-key,other-key":                      invalid,
 		"Authorization: Bearer test-key|Authorization: Bearer test-key": missing,
-		"Authorization: Basic x|Authorization: Bearer test-key":         missing,
 	} {
 		for _, target := range []string{"/v1/pets", "/v1/pets/1", "/v1/pets?access_token=test-key"} {
 			s.do("GET", target, "") // fills the cache, when it is no error
 			a := s.do("GET", target, "", strings.Split(headers, "|")...)
 			if refused := a.status == 401; refused != (challenge != "") || a.header.Get("WWW-Authenticate") != challenge {
 				t.Errorf("%s with %s = %d and WWW-Authenticate %q, want %q", a.request, headers, a.status, a.header.Get("WWW-Authenticate"), challenge)
-			}
-			if strings.Contains(a.body, testKey) {
-				t.Errorf("the response contains the key: %s", a.body)
 			}
 		}
 	}
@@ -551,17 +527,6 @@ func TestLoadKeys(t *testing.T) {
 	}
 }
 
-// TestDisconnectedClient sends requests with a cancelled context: creates are completed, and reads are not interrupted.
-func TestDisconnectedClient(t *testing.T) {
-	s := parallelService(t)
-	ctx, leave := context.WithCancel(t.Context())
-	leave()
-	s.want(s.doRequest(httptest.NewRequestWithContext(ctx, "POST", "/v1/pets", strings.NewReader(rex))), 201, "")
-	for _, target := range []string{"/v1/pets", "/v1/pets/1", "/healthz"} {
-		s.want(s.doRequest(httptest.NewRequestWithContext(ctx, "GET", target, nil)), 200, "")
-	}
-}
-
 func TestIdempotencyKey(t *testing.T) {
 	s := parallelService(t)
 	first := s.do("POST", "/v1/pets", rex, "Idempotency-Key: k")
@@ -580,6 +545,7 @@ func TestIdempotencyKey(t *testing.T) {
 	s.want(s.do("POST", "/v1/pets", `{"name":1}`, "Idempotency-Key: k"), 400, "name must")
 	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: K"), 201, `"id":2,`)
 	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k", "Authorization: Bearer "+otherKey), 201, `"id":3,`)
+	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k"), 201, first.body)
 	s.want(s.do("POST", "/v1/pets", rex), 201, `"id":4,`)
 	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: !"+strings.Repeat("~", 254)), 201, `"id":5,`)
 	for _, bad := range []string{"", " a b", " \x7f", " é", " a|Idempotency-Key: a", " " + strings.Repeat("k", 256)} {
@@ -611,9 +577,7 @@ func TestIdempotencyKeyIsForgottenAfterADay(t *testing.T) {
 	for i := range 4 { // each commit deletes two expired keys
 		create(fmt.Sprint("new-", i), 12+i)
 	}
-	if left := s.sqlite3("SELECT count(*) FROM idempotency_keys"); left != "5" {
-		t.Errorf("%s keys are stored, want 5", left)
-	}
+	s.wantSQL("SELECT count(*) FROM idempotency_keys", "5")
 }
 
 // TestPanicInAHandler makes a request that net/http never makes: without a Body.
@@ -672,6 +636,7 @@ func (s *service) serveInMemory() (ln *pipes, stop func()) {
 	ctx, cancel := context.WithCancel(s.t.Context())
 	ended := make(chan error)
 	go func() { ended <- s.server.serve(ctx, ln) }()
+	s.t.Cleanup(func() { time.Sleep(time.Minute) }) // until all goroutines of net/http have ended
 	return ln, func() {
 		cancel()
 		must(s.t, <-ended)
@@ -681,29 +646,31 @@ func (s *service) serveInMemory() (ln *pipes, stop func()) {
 const (
 	withKey  = "Host: x\r\nAuthorization: Bearer " + testKey + "\r\n"
 	length29 = "Content-Length: 29\r\n\r\n" // of rex
+	post     = "POST /v1/pets HTTP/1.1\r\n"
 	getList  = "GET /v1/pets HTTP/1.1\r\n" + withKey + "\r\n"
 )
 
-// TestStop tests what a stop waits for, with a fake clock.
 func TestStop(t *testing.T) {
 	t.Parallel()
 	const soon, late = 250 * time.Millisecond, 5250 * time.Millisecond
 	for what, c := range map[string]struct {
 		sent        string
-		later       string        // what is sent during the stop
-		after       time.Duration // when
+		later       string        // what is sent repeatedly during the stop
+		every       time.Duration // how often
+		status      int           // of the response, 0 if there is none
 		least, most time.Duration
 	}{
-		"an idle connection":               {getList, "", 0, soon, soon},
-		"a request on an idle connection":  {getList, getList, 200 * time.Millisecond, soon, soon},
-		"a connection that sent nothing":   {"", "", 0, soon, late},
-		"half a header":                    {"GET /v1/pets HTTP/1.1\r\n" + withKey, "", 0, soon, late},
-		"a body without a key":             {"POST /v1/pets HTTP/1.1\r\nHost: x\r\n" + length29, "", 0, soon, late},
-		"a request whose body comes late":  {"POST /v1/pets HTTP/1.1\r\n" + withKey + length29, rex, 4 * time.Second, 4 * time.Second, late},
-		"a request whose body never comes": {"POST /v1/pets HTTP/1.1\r\n" + withKey + length29, "", 0, late, late},
+		"an idle connection":               {getList, "", 0, 200, soon, soon},
+		"a request on an idle connection":  {getList, getList, 200 * time.Millisecond, 200, soon, soon},
+		"a connection that sent nothing":   {"", "", 0, 0, soon, late},
+		"a body without a key":             {post + "Host: x\r\n" + length29, "", 0, 401, soon, late},
+		"a slow body without a key":        {post + "Host: x\r\nContent-Length: 1000000\r\n\r\n", "x", 100 * time.Millisecond, 401, soon, time.Second},
+		"a request whose body comes late":  {post + withKey + length29, rex, 4 * time.Second, 201, 4 * time.Second, late},
+		"a request whose body never comes": {post + withKey + length29, "", 0, 0, late, late},
 	} {
 		synctest.Test(t, func(t *testing.T) {
-			s := newService(t)
+			var log bytes.Buffer
+			s := newService(t, &log)
 			ln, stop := s.serveInMemory()
 			conn := ln.dial(c.sent)
 			defer conn.Close()
@@ -712,28 +679,31 @@ func TestStop(t *testing.T) {
 			}
 			if c.later != "" {
 				go func() {
-					time.Sleep(c.after)
-					go io.WriteString(conn, c.later)
-					if a, closes := s.received(conn, "GET", "/x"); a.status > 201 || !closes {
+					for err := error(nil); err == nil; _, err = io.WriteString(conn, c.later) {
+						time.Sleep(c.every)
+					}
+				}()
+				go func() {
+					if a, closes := s.received(conn, "GET", "/x"); a.status != c.status || !closes {
 						t.Errorf("%s = %d %s, Connection: close %v", what, a.status, a.body, closes)
 					}
 				}()
 			}
 			start := time.Now()
 			stop()
-			io.Copy(io.Discard, conn) // until it is closed
+			synctest.Wait()
 			if took := time.Since(start); took < c.least || took > c.most {
 				t.Errorf("%s: the stop took %v, want %v to %v", what, took, c.least, c.most)
+			}
+			if cut := strings.Contains(log.String(), "connections were cut off"); c.least == late && !cut || c.most < late && cut {
+				t.Errorf("%s: the log says that connections were cut off: %v; %s", what, cut, log.String())
 			}
 		})
 	}
 }
 
-// TestLimits tests the limits of the server, with a fake clock.
 func TestLimits(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		s := newService(t)
+	withFakeClock(t, func(t *testing.T, s *service) {
 		ln, stop := s.serveInMemory()
 		for header, want := range map[string]string{
 			"GET /healthz HTTP/1.1\r\nX: " + strings.Repeat("x", 15<<10): "HTTP/1.1 200",
@@ -779,13 +749,15 @@ func TestLimits(t *testing.T) {
 			}
 			conn.Close()
 		}
-		conn := ln.dial("GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
-		time.Sleep(21 * time.Second)
-		if n, _ := io.Copy(io.Discard, conn); n > 0 {
-			t.Errorf("%d bytes of a response arrived after the write timeout", n)
+		for wait, whole := range map[time.Duration]bool{19 * time.Second: true, 21 * time.Second: false} {
+			conn := ln.dial("GET /openapi.json HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+			time.Sleep(wait)
+			if n, _ := io.Copy(io.Discard, conn); (n > int64(len(openAPI))) != whole {
+				t.Errorf("a client that reads after %v gets %d bytes", wait, n)
+			}
 		}
 		start := time.Now()
-		conn = ln.dial("POST /v1/pets HTTP/1.1\r\n" + withKey + length29 + `{"name":`)
+		conn := ln.dial("POST /v1/pets HTTP/1.1\r\n" + withKey + length29 + `{"name":`)
 		a, closes := s.received(conn, "POST", "/v1/pets")
 		s.want(a, 408, "within 10 seconds")
 		if took := time.Since(start); took != 10*time.Second || !closes {
@@ -814,7 +786,7 @@ func watchSQLite() {
 		switch file := opened.Path; opened.Query().Get("mode") {
 		case "rwc":
 			connections.to[file] = []sqlite.ExecQuerierContext{conn}
-		case "ro":
+		case "ro", "rw":
 			connections.to[file] = append(connections.to[file], conn)
 		}
 		return err
@@ -825,12 +797,12 @@ func watchSQLite() {
 	})
 }
 
-// pragma runs a PRAGMA on the connection on which the service writes, and returns its result, if there is one.
-func (s *service) pragma(text string) string {
+// pragma runs a PRAGMA on connection i of the service (it writes on 0), and returns its result, if there is one.
+func (s *service) pragma(i int, text string) string {
 	s.t.Helper()
 	connections.Lock()
 	defer connections.Unlock()
-	rows := try(connections.to[s.db][0].QueryContext(context.Background(), "PRAGMA "+text, nil))(s.t)
+	rows := try(connections.to[s.db][i].QueryContext(context.Background(), "PRAGMA "+text, nil))(s.t)
 	defer rows.Close()
 	value := make([]driver.Value, max(1, len(rows.Columns())))
 	rows.Next(value) // returns io.EOF if there is no result
@@ -845,11 +817,14 @@ func (s *service) onRead(f func() error) {
 		"CREATE VIEW pets AS SELECT id, coalesce(call('" + s.db + "'), name) AS name, category_id, status FROM animals")
 }
 
-// moveAway renames the database file. back renames it back.
-func (s *service) moveAway() (back func()) {
-	s.t.Helper()
-	must(s.t, os.Rename(s.db, s.db+".away"))
-	return func() { must(s.t, os.Rename(s.db+".away", s.db)) }
+// onCommit makes the service call f whenever it commits.
+func (s *service) onCommit(f func()) {
+	connections.Lock()
+	defer connections.Unlock()
+	connections.to[s.db][0].(sqlite.HookRegisterer).RegisterCommitHook(func() int32 {
+		f()
+		return 0
+	})
 }
 
 // lock takes the write lock, as another program would, until unlock is called.
@@ -862,9 +837,7 @@ func (s *service) lock() (unlock func()) {
 
 // TestEditShowsWithinASecond edits the database as sqlite3(1) would, and then sends many requests at once.
 func TestEditShowsWithinASecond(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		s := newService(t)
+	withFakeClock(t, func(t *testing.T, s *service) {
 		s.add("Rex", 7, "sold")
 		for i := range 3 {
 			name := fmt.Sprint("edit ", i)
@@ -885,12 +858,7 @@ func TestEditShowsWithinASecond(t *testing.T) {
 func TestCacheIsNeverBehindAnAcknowledgedWrite(t *testing.T) {
 	s := parallelService(t)
 	list := func() string { return s.do("GET", "/v1/pets", "").body }
-	connections.Lock()
-	connections.to[s.db][0].(sqlite.HookRegisterer).RegisterCommitHook(func() int32 {
-		list()
-		return 0
-	})
-	connections.Unlock()
+	s.onCommit(func() { list() })
 	for i := range 20 { // repeated, because watch may happen to notice a change
 		name := fmt.Sprint("animal ", i)
 		list()
@@ -900,48 +868,54 @@ func TestCacheIsNeverBehindAnAcknowledgedWrite(t *testing.T) {
 	}
 }
 
-// TestChangeDuringARead has the database change while a page is read. Requests after the change must not share it.
-func TestChangeDuringARead(t *testing.T) {
-	s := parallelService(t)
-	s.add("old", 7, "sold")
-	var change func()
-	s.onRead(func() error {
-		if f := change; f != nil {
-			change = nil
-			f()
+// TestTroubleDuringARead has the database change during a read, and another read fail. Later requests must not share them.
+func TestTroubleDuringARead(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		s.add("old", 7, "sold")
+		s.add("Rex", 7, "sold")
+		next := func() error { return nil } // what happens when the service reads the next animal
+		s.onRead(func() error {
+			f := next
+			next = func() error { return nil }
+			return f()
+		})
+		time.Sleep(time.Second) // until the service has found the last change
+		const page, other = "/v1/pets?limit=1", "/v1/pets/1"
+		s.want(s.do("GET", other, ""), 200, "old")
+		next = func() error {
+			s.sqlite3("UPDATE animals SET name = 'new'")
+			time.Sleep(time.Second)
+			s.want(s.do("GET", other, ""), 200, "new")
+			s.want(s.do("GET", page, ""), 200, "new")
+			return nil
 		}
-		return nil
-	})
-	const page, other = "/v1/pets?limit=1", "/v1/pets/1"
-	s.want(s.do("GET", other, ""), 200, "old")
-	change = func() {
-		s.sqlite3("UPDATE animals SET name = 'new'")
-		eventually(t, "the edit shows in a response that was cached", func() bool { return strings.Contains(s.do("GET", other, "").body, "new") })
+		s.want(s.do("GET", page, ""), 200, "old")
 		s.want(s.do("GET", page, ""), 200, "new")
-	}
-	s.want(s.do("GET", page, ""), 200, "old")
-	s.want(s.do("GET", page, ""), 200, "new")
+		next = func() error {
+			next = func() error { return errors.New("unreadable") }
+			return nil
+		}
+		s.want(s.do("GET", "/v1/pets?limit=2", ""), 500, "internal")
+		s.want(s.do("GET", "/v1/pets?limit=2", ""), 200, "new")
+	})
 }
 
-// TestRequestsShareOneRead sends many requests for one large page while it is read for the first time. A response that was in
-// the cache before must stay there.
+// TestRequestsShareOneRead sends many requests for a page at once. A response that was in the cache must stay there.
 func TestRequestsShareOneRead(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		s := newService(t)
+	withFakeClock(t, func(t *testing.T, s *service) {
 		for range 100 {
 			s.add(strings.Repeat("🐶", 255), 7, "sold")
 		}
 		var read atomic.Int64 // animals
 		var sending, answered sync.WaitGroup
 		s.onRead(func() error {
-			if read.Add(1) == 2 {
-				sending.Wait()
-			}
+			read.Add(1)
+			sending.Wait()
 			return nil
 		})
 		time.Sleep(time.Second) // until the service has found the last change
 		s.want(s.do("GET", "/v1/pets/1", ""), 200, "")
+		before := read.Load()
 		sending.Add(100)
 		for range 100 {
 			answered.Go(func() {
@@ -951,14 +925,13 @@ func TestRequestsShareOneRead(t *testing.T) {
 		}
 		answered.Wait()
 		s.want(s.do("GET", "/v1/pets/1", ""), 200, "")
-		if n := read.Load(); n != 102 {
-			t.Errorf("%d animals were read, want 2 and then 100", n)
+		if n := read.Load() - before; n != 100 {
+			t.Errorf("%d animals were read, want 100", n)
 		}
 	})
 }
 
-// TestCacheStaysSmall requests a page with many different URLs in long request lines. It does not run in parallel because
-// it measures memory.
+// TestCacheStaysSmall requests pages with many long URLs. It measures memory, and so does not run in parallel.
 func TestCacheStaysSmall(t *testing.T) {
 	s := newService(t)
 	for range 100 {
@@ -979,21 +952,26 @@ func TestCacheStaysSmall(t *testing.T) {
 	for id := range 100 { // this path is a substring of the request line
 		s.doRequest(httptest.NewRequest("GET", fmt.Sprint("http://", strings.Repeat("x", 300_000), "/v1/pets/", id+1), nil))
 	}
-	if grown := heap() - before; grown > maxCache*3/2 {
+	if grown := heap() - before; grown > 12<<20 {
 		t.Errorf("the heap grew by %d bytes", grown)
 	}
-	runtime.KeepAlive(s)
 }
 
-// TestConnection tests the settings of the connection on which the service writes.
-func TestConnection(t *testing.T) {
-	s := parallelService(t)
-	for pragma, want := range map[string]string{"synchronous": "2", "fullfsync": "1", "journal_mode": "wal",
-		"journal_size_limit": "67108864", "busy_timeout": "5000", "application_id": "1348826227", "user_version": "1"} {
-		if got := s.pragma(pragma); got != want {
-			t.Errorf("%s is %s, want %s", pragma, got, want)
+func TestConnections(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		synctest.Wait() // until all connections are idle
+		for pragma, want := range map[string]string{"synchronous": "2", "fullfsync": "1", "journal_mode": "wal",
+			"journal_size_limit": "67108864", "application_id": "1348826227", "user_version": "1"} {
+			if got := s.pragma(0, pragma); got != want {
+				t.Errorf("%s is %s, want %s", pragma, got, want)
+			}
 		}
-	}
+		for i := range len(connections.to[s.db]) - 1 { // the last is the watcher
+			if got := s.pragma(i, "busy_timeout"); got != "5000" {
+				t.Errorf("busy_timeout of connection %d is %s, want 5000", i, got)
+			}
+		}
+	})
 }
 
 // TestSchemaEnforcesTheRules tests edits that would break the rules for animals.
@@ -1008,7 +986,6 @@ func TestSchemaEnforcesTheRules(t *testing.T) {
 		`UPDATE pets SET name = x'00'`,
 		`UPDATE pets SET category_id = 1.5`,
 		`UPDATE pets SET status = 'lost'`,
-		`UPDATE pets SET status = NULL`,
 		`UPDATE pets SET id = 0`,
 		`INSERT INTO pets (id, name, category_id) VALUES (-1, 'x', 1)`,
 	} {
@@ -1018,9 +995,7 @@ func TestSchemaEnforcesTheRules(t *testing.T) {
 	}
 	s.sqlite3(`INSERT INTO pets (id, name, category_id) VALUES (9223372036854775806, 'last', 1)`)
 	s.want(s.do("GET", "/v1/pets/9223372036854775806", ""), 200, `"status":"available"`)
-	if p := s.add("really last", 1, "sold"); p.ID != 1<<63-1 {
-		t.Errorf("the last id is %d", p.ID)
-	}
+	s.want(s.do("POST", "/v1/pets", rex), 201, `"id":9223372036854775807,`)
 	s.want(s.do("POST", "/v1/pets", rex), 503, "")
 }
 
@@ -1031,30 +1006,25 @@ func TestOddNamesOfDatabases(t *testing.T) {
 		db := writeFile(t, t.TempDir(), name, "") // an empty file is a new database
 		openService(t, db).add("Rex", 7, "sold")
 		must(t, os.Symlink(db, db+".link"))
-		if p := openService(t, db+".link").add("Tom", 7, "sold"); p.ID != 2 {
-			t.Errorf("the database of %q is not in that file: the second animal, added through a link, has the id %d", name, p.ID)
-		}
+		s := openService(t, db+".link")
+		s.want(s.do("POST", "/v1/pets", rex), 201, `"id":2,`)
 	}
 }
 
-// TestQueriesReadFewPages counts the pages of a large database that SQLite looks at for a request. A scan or a sort looks at
-// hundreds of them.
+// TestQueriesReadFewPages counts the pages that SQLite looks at. In this database, a scan or a sort looks at hundreds.
 func TestQueriesReadFewPages(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		s := newService(t)
+	withFakeClock(t, func(t *testing.T, s *service) {
 		s.sqlite3(`WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 20000)
-			INSERT INTO pets (name, category_id, status) SELECT printf('%.200c', 'x'), 1, iif(i > 19950, 'pending', 'sold') FROM n;
+			INSERT INTO pets (name, category_id, status) SELECT printf('%.200c', 'x'), 1, iif(i % 400 = 0, 'pending', 'sold') FROM n;
 			INSERT INTO idempotency_keys SELECT zeroblob(32), id, 1, id, name, category_id, status FROM pets`)
 		pages := func() (n int) {
 			synctest.Wait() // until all connections are idle
 			connections.Lock()
 			defer connections.Unlock()
 			for _, conn := range connections.to[s.db] {
-				for _, counter := range []sqlite.DBStatusOp{sqlite.DBStatusCacheHit, sqlite.DBStatusCacheMiss} {
-					count, _, _ := conn.(sqlite.DBStatus).Status(counter, false)
-					n += count
-				}
+				hits, _, _ := conn.(sqlite.DBStatus).Status(sqlite.DBStatusCacheHit, false)
+				misses, _, _ := conn.(sqlite.DBStatus).Status(sqlite.DBStatusCacheMiss, false)
+				n += hits + misses
 			}
 			return n
 		}
@@ -1075,54 +1045,46 @@ func TestQueriesReadFewPages(t *testing.T) {
 	})
 }
 
-// TestWaitingCreatesShareOneCommit sends creates while the database is locked, again and again until they have shared one
-// commit, which it finds in the write-ahead log (https://sqlite.org/fileformat.html#walformat). Each of ten keys is sent with
-// two animals, and a trigger refuses one more animal.
+// TestWaitingCreatesShareOneCommit sends creates while the database is locked, until all of them wait in one batch. Each of ten
+// Idempotency-Keys is sent with two animals, and a trigger refuses one more animal.
 func TestWaitingCreatesShareOneCommit(t *testing.T) {
 	s := parallelService(t)
-	s.sqlite3(`CREATE TRIGGER refuse BEFORE INSERT ON pets WHEN new.name = 'animal 20' BEGIN SELECT RAISE(ABORT, 'refused'); END`)
-	commits := func() (n int) {
-		wal := try(os.ReadFile(s.db + "-wal"))(t)
-		for frame := 32; frame < len(wal); frame += 24 + 4096 {
-			if binary.BigEndian.Uint32(wal[frame+4:]) != 0 {
-				n++
-			}
-		}
-		return n
+	s.sqlite3(`CREATE TRIGGER refuse BEFORE INSERT ON pets WHEN new.name = 'refused' BEGIN SELECT RAISE(ABORT, 'refused'); END`)
+	var commits atomic.Int64
+	s.onCommit(func() { commits.Add(1) })
+	unlock := s.lock()
+	var statuses [600]atomic.Int64
+	var answered sync.WaitGroup
+	create := func(name, key string) {
+		answered.Go(func() {
+			a := s.do("POST", "/v1/pets", fmt.Sprintf(`{"name":%q,"categoryId":7}`, name), "Idempotency-Key: "+key)
+			statuses[a.status].Add(1)
+		})
 	}
-	rounds := 0
-	eventually(t, "waiting creates share one commit", func() bool {
-		before := commits()
-		unlock := s.lock()
-		var statuses [600]atomic.Int64
-		var sending, answered sync.WaitGroup
-		sending.Add(21)
-		for i := range 21 {
-			answered.Go(func() {
-				sending.Done()
-				a := s.do("POST", "/v1/pets", fmt.Sprintf(`{"name":"animal %d","categoryId":7}`, i), fmt.Sprintf("Idempotency-Key: %d-%d", rounds, i%10+i/20*10))
-				statuses[a.status].Add(1)
-			})
-		}
-		sending.Wait()
-		unlock()
-		answered.Wait()
-		rounds++
-		if statuses[201].Load() != 10 || statuses[422].Load() != 10 || statuses[500].Load() != 1 {
-			t.Errorf("%d responses are 201, %d are 422, and %d are 500; want 10, 10 and 1", statuses[201].Load(), statuses[422].Load(), statuses[500].Load())
-		}
-		return commits() == before+1
+	create("refused", "refused")
+	for i := range 10 {
+		create("one", fmt.Sprint("key-", i))
+		create("other", fmt.Sprint("key-", i))
+	}
+	eventually(t, "all creates wait in one batch", func() bool {
+		s.store.joining.Lock()
+		defer s.store.joining.Unlock()
+		return s.store.gathering != nil && len(s.store.gathering.creations) == 21
 	})
-	if n := s.sqlite3("SELECT count(*) FROM pets"); n != strconv.Itoa(10*rounds) {
-		t.Errorf("%s animals are stored, want %d", n, 10*rounds)
+	unlock()
+	answered.Wait()
+	if statuses[201].Load() != 10 || statuses[422].Load() != 10 || statuses[500].Load() != 1 || commits.Load() != 1 {
+		t.Errorf("%d responses are 201, %d are 422, and %d are 500, after %d commits; want 10, 10, 1 and 1",
+			statuses[201].Load(), statuses[422].Load(), statuses[500].Load(), commits.Load())
 	}
-	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: 0-10"), 201, "Rex") // the key of the refused animal was not remembered
+	s.wantSQL("SELECT count(*) FROM pets", "10")
+	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: refused"), 201, "Rex") // the key of the refused animal was not remembered
 }
 
 // TestDatabaseThatCannotBeWritten uses a database that is full, then read-only, then locked for too long, and then broken.
 func TestDatabaseThatCannotBeWritten(t *testing.T) {
 	s := parallelService(t)
-	s.pragma("max_page_count = " + s.pragma("page_count"))
+	s.pragma(0, "max_page_count = "+s.pragma(0, "page_count"))
 	a := reply{status: 201}
 	for a.status == 201 { // until the last page is full
 		a = s.do("POST", "/v1/pets", `{"name":"`+strings.Repeat("x", 200)+`","categoryId":7}`)
@@ -1130,94 +1092,55 @@ func TestDatabaseThatCannotBeWritten(t *testing.T) {
 	s.want(a, 503, "unavailable")
 	s.want(s.do("GET", "/v1/pets?limit=1", ""), 200, "xxx")
 	s.want(s.do("GET", "/healthz", ""), 200, "ok")
-	s.pragma("max_page_count = 1000000")
-	s.pragma("query_only = ON")
+	s.pragma(0, "max_page_count = 1000000")
+	s.pragma(0, "query_only = ON")
 	s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable")
-	s.pragma("query_only = OFF")
-	s.pragma("busy_timeout = 50")
+	s.pragma(0, "query_only = OFF")
+	s.pragma(0, "busy_timeout = 50")
 	unlock := s.lock()
 	s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable")
 	s.want(s.do("GET", "/v1/pets?limit=2", ""), 200, "xxx")
 	unlock()
+	try(connections.to[s.db][0].ExecContext(t.Context(), "BEGIN", nil))(t)
+	s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable")
 	s.add("Rex", 7, "sold")
 	before := s.sqlite3("SELECT max(id) FROM pets")
 	s.sqlite3(`CREATE TRIGGER refuse BEFORE INSERT ON idempotency_keys BEGIN SELECT RAISE(ABORT, 'refused'); END;
 		CREATE TABLE child (parent REFERENCES pets DEFERRABLE INITIALLY DEFERRED);
 		CREATE TRIGGER orphan BEFORE INSERT ON pets WHEN new.name = 'orphan' BEGIN INSERT INTO child VALUES (0); END`)
-	s.pragma("foreign_keys = ON")
+	s.pragma(0, "foreign_keys = ON")
 	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k"), 500, "internal")
 	s.want(s.do("POST", "/v1/pets", `{"name":"orphan","categoryId":7}`), 500, "internal") // COMMIT fails
-	if after := s.sqlite3("SELECT max(id) FROM pets"); after != before {
-		t.Errorf("a create that failed has stored animal %s", after)
-	}
+	s.wantSQL("SELECT max(id) FROM pets", before)                                         // neither create has stored anything
 	s.add("Rex", 7, "sold")
 	s.sqlite3("ALTER TABLE idempotency_keys RENAME TO hidden")
 	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k"), 500, "internal")
 }
 
-// TestReadThatFails has a read fail at its second animal.
-func TestReadThatFails(t *testing.T) {
-	s := parallelService(t)
-	s.add("Rex", 7, "sold")
-	s.add("Tom", 7, "sold")
-	reads := 0
-	read := func() error {
-		if reads++; reads == 2 {
-			return errors.New("unreadable")
-		}
-		return nil
-	}
-	s.onRead(func() error { return read() })
-	s.want(s.do("GET", "/v1/pets", ""), 500, "internal")
-	s.want(s.do("GET", "/v1/pets", ""), 200, "Tom") // the error is not kept
-}
-
-// TestMovedDatabase moves or replaces the database file while it is in use.
+// TestMovedDatabase moves the database away, and puts another file in its place or none. Meanwhile, creates are refused, and
+// nobody may take the other file for the database: four reads at once need more than one connection.
 func TestMovedDatabase(t *testing.T) {
-	s := parallelService(t)
-	for _, replace := range []bool{false, true} {
-		back := s.moveAway()
-		if replace {
-			must(t, os.WriteFile(s.db, nil, 0o600))
-		}
-		a := s.do("POST", "/v1/pets", rex)
-		if s.want(a, 503, "unavailable"); strings.Contains(a.body, filepath.Base(s.db)) {
-			t.Errorf("the response contains the name of the file: %s", a.body)
-		}
-		s.want(s.do("GET", "/healthz", ""), 503, "unavailable")
-		back()
-		s.want(s.do("GET", "/healthz", ""), 200, "ok")
-		s.want(s.do("POST", "/v1/pets", rex), 201, "Rex")
-	}
-	if n := s.sqlite3("SELECT count(*) FROM pets"); n != "2" {
-		t.Errorf("%s animals are stored, want 2", n)
-	}
-}
-
-// TestReadsWhileTheDatabaseIsReplaced reads at once on several connections while another file is in the place of the
-// database, and again when the database is back. None of them may have taken the other file for the database.
-func TestReadsWhileTheDatabaseIsReplaced(t *testing.T) {
 	t.Parallel()
-	for name, replacement := range map[string]string{"an empty file": "", "a copy": "VACUUM INTO"} {
+	for name, replace := range map[string]string{"nothing": "", "an empty file": "SELECT ?", "a copy": "VACUUM INTO ?"} {
 		t.Run(name, func(t *testing.T) {
 			s := parallelService(t)
 			s.add("old", 7, "sold")
-			var read func() error
-			s.onRead(func() error { return read() })
-			readAtOnce := func(limit int, words string) {
-				var begun atomic.Int64
-				all := make(chan bool)
-				read = func() error {
-					if begun.Add(1) == 4 {
-						close(all)
-					}
-					select {
-					case <-all:
-						return nil
-					case <-time.After(5 * time.Second):
-						return errors.New("no other read began")
-					}
+			var begun atomic.Int64 // reads
+			var all chan bool      // closed when four have begun
+			s.onRead(func() error {
+				if begun.Add(1) == 4 {
+					close(all)
 				}
+				select {
+				case <-all:
+					return nil
+				case <-time.After(5 * time.Second):
+					return errors.New("the other reads have not begun")
+				}
+			})
+			readAtOnce := func(limit int, words string) {
+				all = make(chan bool)
+				begun.Store(0)
 				var answered sync.WaitGroup
 				for i := range 4 {
 					answered.Go(func() { s.want(s.do("GET", fmt.Sprint("/v1/pets?limit=", limit+i), ""), 200, words) })
@@ -1225,21 +1148,30 @@ func TestReadsWhileTheDatabaseIsReplaced(t *testing.T) {
 				answered.Wait()
 			}
 			other := writeFile(t, t.TempDir(), "other.db", "")
-			if replacement != "" {
-				s.sqlite3(replacement+" ?", other)
+			if replace != "" {
+				s.sqlite3(replace, other)
 			}
 			log := try(os.Stat(s.db + "-wal"))(t)
-			back := s.moveAway()
-			must(t, os.Rename(other, s.db))
+			must(t, os.Rename(s.db, s.db+".away"))
+			if replace != "" {
+				must(t, os.Rename(other, s.db))
+			}
 			readAtOnce(10, "old")
-			back()
+			a := s.do("POST", "/v1/pets", rex)
+			if s.want(a, 503, "unavailable"); strings.Contains(a.body, filepath.Base(s.db)) {
+				t.Errorf("the response contains the name of the file: %s", a.body)
+			}
+			s.want(s.do("GET", "/healthz", ""), 503, "unavailable")
+			must(t, os.Rename(s.db+".away", s.db))
 			if now, err := os.Stat(s.db + "-wal"); err != nil || !os.SameFile(log, now) {
 				t.Errorf("the write-ahead log was deleted or replaced (%v)", err)
 			}
+			s.want(s.do("GET", "/healthz", ""), 200, "ok")
 			s.sqlite3("INSERT INTO animals (name, category_id) VALUES ('new', 7)")
-			read = func() error { return nil }
 			eventually(t, "the new animal shows", func() bool { return strings.Contains(s.do("GET", "/v1/pets?limit=10", "").body, "new") })
 			readAtOnce(20, "new")
+			s.sqlite3("DROP VIEW pets; ALTER TABLE animals RENAME TO pets")
+			s.want(s.do("POST", "/v1/pets", rex), 201, `"id":3,`)
 		})
 	}
 }
@@ -1248,56 +1180,38 @@ func TestReadsWhileTheDatabaseIsReplaced(t *testing.T) {
 // animals in the write-ahead log must neither be lost nor get into the other database.
 func TestStopAfterAMove(t *testing.T) {
 	t.Parallel()
-	for name, c := range map[string]struct {
-		replaced, reading bool
-		want              string // the animals that are then in the old place
-	}{
-		"replaced":                          {true, false, "other last"},
-		"moved":                             {false, false, "last"},
-		"moved while another program reads": {false, true, "last"}, // so the log cannot be emptied
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			dir := t.TempDir()
-			db, other, moved := filepath.Join(dir, "animals.db"), filepath.Join(dir, "other.db"), filepath.Join(dir, "moved.db")
-			add := func(db, name string) {
-				s := openService(t, db)
-				s.add(name, 1, "sold")
-				must(t, s.close())
-			}
-			add(other, "other")
-			s := openService(t, db)
+	const replaced, moved, read = "replaced", "moved", "moved while another program reads" // so that the log cannot be emptied
+	for _, what := range []string{replaced, moved, read} {
+		t.Run(what, func(t *testing.T) {
+			s := parallelService(t)
+			s.sqlite3("VACUUM INTO ?", s.db+".other")
 			s.add("first", 1, "sold")
-			reader := connect(t, db)
-			if c.reading {
+			reader := connect(t, s.db)
+			if what == read {
 				try(reader.Exec("BEGIN; SELECT * FROM pets"))(t)
 			}
 			s.add("second", 1, "sold")
-			must(t, os.Rename(db, moved))
-			if c.replaced {
-				must(t, os.Rename(other, db))
+			must(t, os.Rename(s.db, s.db+".moved"))
+			if what == replaced {
+				must(t, os.Rename(s.db+".other", s.db))
 			}
-			s.pragma("busy_timeout = 0")
 			err := s.close()
-			if (err != nil) != c.reading || err != nil && !strings.Contains(err.Error(), strconv.Quote(db+"-wal")+", was moved, deleted or replaced, and the log holds animals") {
+			if what != read {
+				must(t, err)
+			} else if err == nil || !strings.Contains(err.Error(), strconv.Quote(s.db+"-wal")+", was moved, deleted or replaced, and the log holds animals") {
 				t.Errorf("close returned %v", err)
-			}
-			if c.reading {
-				if _, _, err := openStore(db); err == nil || !strings.Contains(err.Error(), "put that database back") {
+			} else {
+				if _, _, err := openStore(s.db); err == nil || !strings.Contains(err.Error(), "put that database back") {
 					t.Errorf("a start returned %v", err)
 				}
 				must(t, reader.Close())
-				must(t, os.Rename(db+"-wal", moved+"-wal"))
+				must(t, os.Rename(s.db+"-wal", s.db+".moved-wal"))
 			}
-			add(db, "last")
-			for file, want := range map[string]string{db: c.want, moved: "first second"} {
+			openService(t, s.db).add("last", 1, "sold")
+			for file, want := range map[string]string{s.db: "last", s.db + ".moved": "first second"} {
 				s := openService(t, file)
-				if names := s.sqlite3("SELECT group_concat(name, ' ') FROM pets"); names != want {
-					t.Errorf("%s has the animals %s, want %s", file, names, want)
-				}
-				if result := s.sqlite3("PRAGMA integrity_check"); result != "ok" {
-					t.Errorf("integrity_check of %s: %s", file, result)
-				}
+				s.wantSQL("SELECT group_concat(name, ' ') FROM pets", want)
+				s.wantSQL("PRAGMA integrity_check", "ok")
 			}
 		})
 	}
@@ -1315,13 +1229,8 @@ func TestAnimalsOutliveTheProcess(t *testing.T) {
 	}
 	s = openService(t, s.db)
 	s.want(s.do("GET", "/v1/pets", ""), 200, `[{"id":1,"name":"Rex","categoryId":7,"status":"sold"}]`)
-	a := s.do("POST", "/v1/pets", `{"name":"Tom","categoryId":8}`, "Idempotency-Key: k")
-	if s.want(a, 201, first.body); a.header.Get("Idempotency-Replayed") != "true" {
-		t.Error("the Idempotency-Key was forgotten")
-	}
-	if p := s.add("new", 1, "sold"); p.ID != 3 {
-		t.Errorf("the new animal has the id %d, want 3", p.ID)
-	}
+	s.want(s.do("POST", "/v1/pets", `{"name":"Tom","categoryId":8}`, "Idempotency-Key: k"), 201, first.body)
+	s.want(s.do("POST", "/v1/pets", rex), 201, `"id":3,`)
 }
 
 // process is the program running as a process.
@@ -1394,10 +1303,7 @@ func (p *process) stop(signals ...syscall.Signal) (status int, log string) {
 
 // fetch sends a request with a valid key and the given headers, as service.do does, over the network.
 func fetch(client *http.Client, method, url, body string, headers ...string) (status int, text string, err error) {
-	r, err := http.NewRequest(method, url, strings.NewReader(body))
-	if err != nil {
-		return 0, "", err
-	}
+	r, _ := http.NewRequest(method, url, strings.NewReader(body))
 	setHeaders(r, headers)
 	resp, err := client.Do(r)
 	if err != nil {
@@ -1416,10 +1322,9 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 	var sent atomic.Int64
 	for round := range 6 {
 		p := startProcess(t, command(t, execSelf, "-db", db))
-		client := &http.Client{Transport: &http.Transport{}}
 		add := func(i int64) error {
 			key := fmt.Sprint("animal-", i)
-			status, body, err := fetch(client, "POST", p.url+"/v1/pets", fmt.Sprintf(`{"name":%q,"categoryId":1}`, key), "Idempotency-Key: "+key)
+			status, body, err := fetch(http.DefaultClient, "POST", p.url+"/v1/pets", fmt.Sprintf(`{"name":%q,"categoryId":1}`, key), "Idempotency-Key: "+key)
 			if err != nil {
 				return err
 			}
@@ -1443,12 +1348,9 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 		eventually(t, "some animals are added", func() bool { return added.Load() > 40 })
 		p.stop(syscall.SIGKILL)
 		adding.Wait()
-		client.CloseIdleConnections()
 	}
 	s := openService(t, db)
-	if result := s.sqlite3("PRAGMA integrity_check"); result != "ok" {
-		t.Errorf("integrity_check: %s", result)
-	}
+	s.wantSQL("PRAGMA integrity_check", "ok")
 	acknowledged.Range(func(key, body any) bool {
 		p := decode[pet](t, reply{body: body.(string)})
 		if a := s.do("GET", fmt.Sprint("/v1/pets/", p.ID), ""); a.body != body {
@@ -1456,76 +1358,72 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 		}
 		return true
 	})
-	if names, distinct := s.sqlite3("SELECT count(name) FROM pets"), s.sqlite3("SELECT count(DISTINCT name) FROM pets"); names != distinct {
-		t.Errorf("%s animals have %s different names", names, distinct)
-	}
+	s.wantSQL("SELECT count(*) FROM (SELECT 1 FROM pets GROUP BY name HAVING count(*) > 1)", "0")
 }
 
-// TestDeletedLog deletes the write-ahead log of a running program, and adds animals until that is refused. Then another
-// program may edit the database, and the program is killed or stopped.
+// TestDeletedLog deletes the write-ahead log of a running program, and then takes some steps.
 func TestDeletedLog(t *testing.T) {
 	t.Parallel()
-	for name, c := range map[string]struct {
-		wait   bool // until creates are refused
-		edit   bool // by another program, which begins a new log
-		signal syscall.Signal
-		status int
-		words  string // in the log of the program
-		lost   bool   // whether animals may be lost
-	}{
-		"then killed":                          {true, false, syscall.SIGKILL, -1, "or its write-ahead log was moved, deleted or replaced", false},
-		"then stopped":                         {true, false, syscall.SIGTERM, 1, "the animals in it were saved", false},
-		"then stopped at once":                 {false, false, syscall.SIGTERM, 1, "the animals in it were saved", false},
-		"then edited and stopped":              {true, true, syscall.SIGTERM, 1, "another program has replaced", false},
-		"then edited and killed":               {true, true, syscall.SIGKILL, -1, "or its write-ahead log was moved, deleted or replaced", false},
-		"then edited at once and then stopped": {false, true, syscall.SIGTERM, 1, "another program has replaced", true},
+	const unavailable, saved, replaced = "log was moved, deleted or replaced", "the animals in it were saved", "another program has replaced"
+	for steps, words := range map[string]string{ // words are in the log of the program
+		"add wait add kill":          unavailable,
+		"add wait add stop":          saved,
+		"add stop":                   saved,
+		"add wait begin commit kill": unavailable,
+		"add wait begin commit stop": replaced,
+		"begin wait commit stop":     replaced,
+		"begin commit stop":          replaced,
 	} {
-		t.Run(name, func(t *testing.T) {
-			s := parallelService(t)
-			s.add("first", 7, "sold")
-			must(t, s.close())
+		t.Run(steps, func(t *testing.T) {
+			t.Parallel()
+			s := &service{t: t, db: filepath.Join(t.TempDir(), "animals.db")}
 			p := startProcess(t, command(t, execSelf, "-db", s.db))
-			acknowledged := 1
-			add := func() int {
-				status, _, err := fetch(http.DefaultClient, "POST", p.url+"/v1/pets", rex)
-				if must(t, err); status == 201 {
-					acknowledged++
-				}
+			send := func(method, target string) int {
+				status, _, err := fetch(http.DefaultClient, method, p.url+target, rex)
+				must(t, err)
 				return status
 			}
 			for range 10 {
-				add()
+				send("POST", "/v1/pets")
 			}
+			other := connect(t, s.db)
+			try(other.Exec("PRAGMA wal_checkpoint"))(t) // so that other programs can read the database without the log
+			must(t, other.Close())
 			must(t, os.Remove(s.db+"-wal"))
-			add()
-			if c.wait {
-				eventually(t, "creates are refused", func() bool { return add() == 503 })
-				if status, _, err := fetch(http.DefaultClient, "GET", p.url+"/healthz", ""); status != 503 {
-					t.Errorf("GET /healthz = %d (%v), want 503", status, err)
+			other = connect(t, s.db)
+			acknowledged := 10
+			for _, step := range strings.Fields(steps) {
+				switch step {
+				case "add":
+					if send("POST", "/v1/pets") == 201 {
+						acknowledged++
+					}
+				case "wait":
+					eventually(t, "the service notices", func() bool { return send("GET", "/healthz") == 503 })
+				case "begin":
+					try(other.Exec("BEGIN IMMEDIATE; CREATE TABLE edit (x)"))(t)
+				case "commit":
+					try(other.Exec("COMMIT"))(t)
+				case "kill":
+					p.stop(syscall.SIGKILL)
+				case "stop":
+					if status, log := p.stop(syscall.SIGTERM); status != 1 || !strings.Contains(log, words) {
+						t.Errorf("exit status %d, log %s; want 1 and %q", status, log, words)
+					}
 				}
 			}
-			if c.edit {
-				s.sqlite3("CREATE TABLE edit (x)") // reads no page that is in the deleted log
-			}
-			if status, log := p.stop(c.signal); status != c.status || !strings.Contains(log, c.words) {
-				t.Errorf("exit status %d, want %d; log %s", status, c.status, log)
-			}
+			must(t, other.Close())
 			s = openService(t, s.db)
-			if result := s.sqlite3("PRAGMA integrity_check"); result != "ok" {
-				t.Errorf("integrity_check: %s", result)
-			}
-			if n := s.sqlite3("SELECT count(*) FROM pets"); n != strconv.Itoa(acknowledged) && !c.lost {
-				t.Errorf("%s animals are stored, want %d", n, acknowledged)
-			}
-			if edits := s.sqlite3("SELECT count(*) FROM sqlite_schema WHERE name = 'edit'"); edits == "0" && c.edit && !c.lost {
-				t.Error("the edit is lost")
+			s.wantSQL("PRAGMA integrity_check", "ok")
+			s.wantSQL("SELECT count(*) FROM pets", strconv.Itoa(acknowledged))
+			if strings.Contains(steps, "wait") && strings.Contains(steps, "commit") {
+				s.wantSQL("SELECT count(*) FROM edit", "0")
 			}
 		})
 	}
 }
 
-// TestPanicInTheStore tests that a panic there ends the program: it would go on without the connection in use, and after a write
-// with a transaction in an unknown state.
+// TestPanicInTheStore tests that a panic there ends the program, which would otherwise have lost a connection.
 func TestPanicInTheStore(t *testing.T) {
 	t.Parallel()
 	for _, request := range []string{"GET /v1/pets", "GET /v1/pets/1", "GET /healthz", "POST /v1/pets"} {
@@ -1533,12 +1431,9 @@ func TestPanicInTheStore(t *testing.T) {
 		s.add("Rex", 7, "sold")
 		must(t, s.close())
 		p := startProcess(t, command(t, execSelf, "-db", s.db))
+		s.onRead(nil) // in the process, there is no function to call
+		s.sqlite3("CREATE TRIGGER broken INSTEAD OF INSERT ON pets BEGIN SELECT call('no function'); END")
 		method, target, _ := strings.Cut(request, " ")
-		if method == "POST" {
-			s.sqlite3("CREATE TRIGGER broken AFTER INSERT ON pets BEGIN SELECT call('no function'); END")
-		} else {
-			s.onRead(nil) // in the other process there is no such function, either
-		}
 		if status, body, err := fetch(http.DefaultClient, method, p.url+target, rex); err == nil {
 			t.Fatalf("%s = %d %s, want no response", request, status, body)
 		}
@@ -1575,13 +1470,11 @@ func TestRestartUnderLoadRefusesNothing(t *testing.T) {
 		}
 		answered.Add(1)
 	})
-	for round := range 3 {
+	for range 3 {
 		before := answered.Load()
 		eventually(t, "clients add 100 animals", func() bool { return answered.Load() > before+100 })
 		if status, log := p.stop(syscall.SIGTERM); status != 0 {
 			t.Errorf("exit status %d, log %s", status, log)
-		} else if isNew := strings.Contains(log, "the database is new"); isNew != (round == 0) {
-			t.Errorf("round %d: the log says that the database is new: %v", round, isNew)
 		}
 		p = start()
 	}
@@ -1592,7 +1485,54 @@ func TestRestartUnderLoadRefusesNothing(t *testing.T) {
 	}
 }
 
-// TestSignals sends signals while a request is in progress.
+// TestUnusableSockets passes sockets to the program that it cannot serve.
+func TestUnusableSockets(t *testing.T) {
+	t.Parallel()
+	ln := try(net.Listen("tcp", "127.0.0.1:0"))(t)
+	defer ln.Close()
+	connected := try(net.Dial("tcp", ln.Addr().String()))(t)
+	defer connected.Close()
+	unix := try(net.Listen("unix", filepath.Join(t.TempDir(), "socket")))(t)
+	defer unix.Close()
+	for pattern, socket := range map[string]interface{ File() (*os.File, error) }{
+		"msg=started .* animalstore: accept tcp": connected.(*net.TCPConn),
+		"^animalstore: set API_KEYS or -keys":    unix.(*net.UnixListener),
+	} {
+		file := try(socket.File())(t)
+		defer file.Close()
+		cmd := command(t, "unset API_KEYS; LISTEN_FDS=1 LISTEN_PID=$$ "+execSelf)
+		cmd.ExtraFiles = []*os.File{file}
+		out, _ := cmd.CombinedOutput()
+		log := strings.ReplaceAll(string(out), "\n", " ")
+		if status := cmd.ProcessState.ExitCode(); status != 1 || !regexp.MustCompile(pattern).MatchString(log) || strings.Contains(log, "msg=stop") {
+			t.Errorf("exit status %d, want 1; log %s, want %s", status, log, pattern)
+		}
+	}
+}
+
+// TestFewFileDescriptors sends requests on open connections while the program cannot open another file.
+func TestFewFileDescriptors(t *testing.T) {
+	t.Parallel()
+	p := startProcess(t, command(t, "ulimit -n 40; "+execSelf))
+	client := &http.Client{Transport: &http.Transport{MaxConnsPerHost: 8, MaxIdleConnsPerHost: 8}}
+	defer client.CloseIdleConnections()
+	for _, target := range []string{"/openapi.json?", "/v1/pets?limit="} {
+		var all sync.WaitGroup
+		for i := range 64 {
+			all.Go(func() {
+				if status, body, err := fetch(client, "GET", fmt.Sprint(p.url, target, 1+i), ""); status != 200 {
+					t.Errorf("GET %s%d = %d %s (%v)", target, 1+i, status, body, err)
+				}
+			})
+		}
+		all.Wait()
+		for range 40 {
+			defer try(net.Dial("tcp", strings.TrimPrefix(p.url, "http://")))(t).Close()
+		}
+		p.read("accept4: too many open files")
+	}
+}
+
 func TestSignals(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -1601,11 +1541,19 @@ func TestSignals(t *testing.T) {
 	}{
 		"interrupt":     {execSelf, []syscall.Signal{syscall.SIGINT}},
 		"terminated":    {execSelf, []syscall.Signal{syscall.SIGTERM}},
+		"hangup":        {execSelf, nil},
 		"not by hangup": {`trap "" HUP; ` + execSelf, []syscall.Signal{syscall.SIGHUP, syscall.SIGTERM}}, // like nohup(1)
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			p := startProcess(t, command(t, c.shell))
+			if c.signals == nil {
+				p.stop(syscall.SIGHUP)
+				if status := p.cmd.ProcessState.Sys().(syscall.WaitStatus); !status.Signaled() || status.Signal() != syscall.SIGHUP {
+					t.Errorf("the process ended with %v, want the default action of SIGHUP", p.cmd.ProcessState)
+				}
+				return
+			}
 			r, _ := http.NewRequest("POST", p.url+"/v1/pets", nil)
 			conn := try(net.Dial("tcp", r.Host))(t)
 			defer conn.Close()
@@ -1630,22 +1578,12 @@ func TestSignals(t *testing.T) {
 			}
 		})
 	}
-	t.Run("hangup", func(t *testing.T) {
-		t.Parallel()
-		p := startProcess(t, command(t, execSelf))
-		p.stop(syscall.SIGHUP)
-		if status := p.cmd.ProcessState.Sys().(syscall.WaitStatus); !status.Signaled() || status.Signal() != syscall.SIGHUP {
-			t.Errorf("the process ended with %v, want the default action of SIGHUP", p.cmd.ProcessState)
-		}
-	})
 }
 
 // TestLog tests what the log line of a request contains, and what it must not contain.
 func TestLog(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		var log bytes.Buffer
-		s := newService(t, &log)
+	var log bytes.Buffer
+	withFakeClock(t, func(t *testing.T, s *service) {
 		s.add("Rex", 7, "sold")
 		s.onRead(func() error { return errors.New("no such animal") })
 		time.Sleep(time.Second) // until the service has found the last change
@@ -1681,10 +1619,15 @@ func TestLog(t *testing.T) {
 				}
 			}
 		}
-	})
+	}, &log)
 }
 
-// TestLogWriter writes to a pipe that nobody reads for some time.
+type writerFunc func(line []byte) (int, error)
+
+func (f writerFunc) Write(line []byte) (int, error) { return f(line) }
+
+// TestLogWriter writes to a pipe that nobody reads for some time, to one that nobody reads before close, and to a Writer that
+// fails, after which nothing may be kept.
 func TestLogWriter(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -1708,6 +1651,29 @@ func TestLogWriter(t *testing.T) {
 		if written < 1000 || dropped == 0 || written+dropped != 5000 || !strings.HasSuffix(text.String(), "\nthe end\n") {
 			t.Errorf("%d lines were written and %d reported as dropped, want 5000 in all, in\n%s", written, dropped, text.String())
 		}
+		pr, pw = io.Pipe()
+		log = newLogWriter(pw)
+		for range 5000 {
+			fmt.Fprintln(log, "line")
+		}
+		start := time.Now()
+		log.close()
+		if took := time.Since(start); took != time.Second {
+			t.Errorf("close took %v, want 1s", took)
+		}
+		pr.Close()
+		var lines []string
+		log = newLogWriter(writerFunc(func(line []byte) (int, error) {
+			lines = append(lines, string(line))
+			return 0, io.ErrShortWrite
+		}))
+		fmt.Fprint(log, "one")
+		time.Sleep(time.Second)
+		fmt.Fprint(log, "two")
+		log.close()
+		if !slices.Equal(lines, []string{"one", "two"}) {
+			t.Errorf("the lines that could not be written are %q, want each once", lines)
+		}
 	})
 }
 
@@ -1715,32 +1681,28 @@ func TestLogWriter(t *testing.T) {
 func TestStalledLogStopsNothing(t *testing.T) {
 	t.Parallel()
 	for _, closed := range []bool{false, true} {
-		t.Run(fmt.Sprint("closed: ", closed), func(t *testing.T) {
-			t.Parallel()
-			p := startProcess(t, command(t, execSelf))
-			if closed {
-				p.stderr.Close()
+		p := startProcess(t, command(t, execSelf))
+		if closed {
+			p.stderr.Close()
+		}
+		target := fmt.Sprint(p.url, "/v1/pets/", strings.Repeat("x", 8000))
+		for i := range 100 {
+			if status, _, err := fetch(http.DefaultClient, "GET", target, ""); status != 404 {
+				t.Fatalf("request %d = %d %v, want 404", i, status, err)
 			}
-			target := fmt.Sprint(p.url, "/v1/pets/", strings.Repeat("x", 8000))
-			for i := range 100 {
-				if status, _, err := fetch(http.DefaultClient, "GET", target, ""); status != 404 {
-					t.Fatalf("request %d = %d %v, want 404", i, status, err)
-				}
-			}
-			if status, body, err := fetch(http.DefaultClient, "POST", p.url+"/v1/pets", rex); status != 201 {
-				t.Errorf("POST /v1/pets = %d %s %v", status, body, err)
-			}
-			p.cmd.Process.Signal(syscall.SIGTERM)
-			p.cmd.Wait()
-			if status := p.cmd.ProcessState.ExitCode(); status != 0 {
-				t.Errorf("exit status %d", status)
-			}
-		})
+		}
+		if status, body, err := fetch(http.DefaultClient, "POST", p.url+"/v1/pets", rex); status != 201 {
+			t.Errorf("POST /v1/pets = %d %s %v", status, body, err)
+		}
+		p.cmd.Process.Signal(syscall.SIGTERM)
+		p.cmd.Wait()
+		if status := p.cmd.ProcessState.ExitCode(); status != 0 {
+			t.Errorf("exit status %d", status)
+		}
 	}
 }
 
-// TestWithoutAKey starts the program without a key, with a database named as SQLite names one in memory, and with the
-// environment variables of a socket for another process.
+// TestWithoutAKey starts the program without a key, and with the environment variables of a socket for another process.
 func TestWithoutAKey(t *testing.T) {
 	t.Parallel()
 	cmd := command(t, "unset API_KEYS; LISTEN_PID=1 LISTEN_FDS=1 "+execSelf, "-db", ":memory:")
@@ -1761,12 +1723,8 @@ func TestWithoutAKey(t *testing.T) {
 		!strings.Contains(log, `level=WARN msg="the database is new and empty" database=`+db) {
 		t.Errorf("status %d, log %s", status, log)
 	}
-	if files := snapshot(t, cmd.Dir); !strings.HasPrefix(files, ":memory: ") || strings.Count(files, "\n") != 1 {
-		t.Errorf("the files are\n%s", files)
-	}
 }
 
-// TestTLS serves HTTPS, and tests the versions of TLS and HTTP.
 func TestTLS(t *testing.T) {
 	t.Parallel()
 	ts := httptest.NewTLSServer(nil)
@@ -1818,69 +1776,71 @@ func TestSettings(t *testing.T) {
 	moved, emptied := strings.TrimSuffix(file("moved-wal", "some log"), "-wal"), file("emptied", "")
 	file("emptied-wal", "some log")
 	must(t, os.Symlink(emptied, linked))
-	fifo := filepath.Join(t.TempDir(), "fifo")
-	must(t, exec.Command("mkfifo", fifo).Run())
 	newer, fine, readOnly := ours("newer", "PRAGMA user_version = 2"), ours("fine", ""), ours("read-only", "")
 	must(t, exec.Command("sh", "-c", `printf '\3' | dd of="$0" bs=1 seek=18 conv=notrunc`, readOnly).Run()) // to a format that SQLite only reads
+	type args []string
 	for _, c := range []struct {
-		args   string // separated by spaces; _ stands for an empty argument, ~ for a line break
+		args   args
 		env    string
 		status int
 		words  string
 	}{
-		{"-colour", "", 2, "not defined: -colour"},
-		{"serve", "", 2, `unexpected argument "serve"`},
-		{"-db _", "", 2, "-db must not be empty"},
-		{"-addr _", "", 2, "-addr must not be empty"},
-		{"-tls-cert x", "", 2, "give both or neither"},
-		{"-tls-cert " + none + " -tls-key " + none, "API_KEYS=k", 1, "no such file"},
-		{"-addr " + taken.Addr().String(), "LISTEN_FDS=0", 1, "address already in use"},
-		{"-addr :0", "", 1, "set API_KEYS or -keys"},
-		{"", "API_KEYS=", 1, "contain no API key"},
-		{"", "API_KEYS=one, k # tom", 1, "API_KEYS, item 2: an API key must consist of visible ASCII"},
-		{"-keys " + file("spaced", "# none\r\none\r\nk # tom\r\n"), "API_KEYS=k", 1, `spaced", line 3: an API key must`},
-		{"", "LISTEN_FDS=2", 1, "one socket"},
-		{"-keys " + none + "/keys", "API_KEYS=k", 1, `none/keys": open `},
-		{"-keys " + file("comments", "# none\n\n  \r\n"), "", 1, "contain no API key"},
-		{"-keys " + file("listed", "one,tom"), "API_KEYS=k", 1, `listed", line 1: an API key must`},
-		{"-db " + dir, "API_KEYS=k", 1, "is it a file"},
-		{"-db " + fifo, "API_KEYS=k", 1, "is it a file"},
-		{"-db " + dangling, "API_KEYS=k", 1, `dangling": lstat ` + none + ": no such file"},
-		{"-db " + loop, "API_KEYS=k", 1, `loop": EvalSymlinks: too many links`},
-		{"-db " + none + "/animals.db", "API_KEYS=k", 1, "in an existing folder"},
-		{"-keys " + none + "/a~b", "", 1, "/a b: no such"},
-		{"-db " + moved, "API_KEYS=k", 1, `moved-wal" is the write-ahead log of one`},
-		{"-db " + emptied, "API_KEYS=k", 1, `emptied-wal" is the write-ahead log of one`},
-		{"-db " + linked, "API_KEYS=k", 1, `emptied-wal" is the write-ahead log of one`},
-		{"-db " + ours("dump", "PRAGMA application_id = 0"), "API_KEYS=k", 1, "its application_id is not 1348826227"},
-		{"-db " + file("text", "some text"), "API_KEYS=k", 1, "If it is damaged, restore a backup"},
-		{"-db " + file("short-text", "ab"), "API_KEYS=k", 1, "file is not a database"},
-		{"-db " + foreign("foreign-wal", "PRAGMA journal_mode = WAL; CREATE TABLE t (x)"), "API_KEYS=k", 1, "not a database of this service"},
-		{"-db " + foreign("versioned", "PRAGMA user_version = 1"), "API_KEYS=k", 1, "not a database of this service"},
-		{"-db " + newer, "API_KEYS=k", 1, "a newer version"},
-		{"-db " + newer + " -backup " + none, "", 1, "a newer version"},
-		{"-backup " + none, "", 1, "unable to open database file"},
-		{"-db " + emptied + " -backup " + none, "", 1, "not a database of this service"},
-		{"-db " + readOnly, "API_KEYS=k", 1, "attempt to write a readonly database"},
-		{"-db " + fine + " -backup " + dangling, "", 1, "exists already"},
-		{"-db " + fine + " -backup " + none + "/copy", "", 1, `none/copy.`},
+		{args{"-h"}, "", 0, "Usage: animalstore [flags]\n\n  -addr HOST:PORT\n"},
+		{args{"-version"}, "", 0, "animalstore " + buildVersion() + "\n"},
+		{args{"-colour"}, "", 2, "not defined: -colour"},
+		{args{"serve"}, "", 2, `unexpected argument "serve"`},
+		{args{"-db", ""}, "", 2, "-db must not be empty"},
+		{args{"-addr", ""}, "", 2, "-addr must not be empty"},
+		{args{"-tls-cert", "x"}, "", 2, "give both or neither"},
+		{args{"-tls-key", "x"}, "", 2, "give both or neither"},
+		{args{"-tls-cert", none, "-tls-key", none}, "API_KEYS=k", 1, "no such file"},
+		{args{"-addr", taken.Addr().String()}, "LISTEN_FDS=0", 1, taken.Addr().String() + `": listen tcp `},
+		{args{"-addr", "localhost"}, "", 1, `-addr "localhost": listen tcp: address localhost: missing port`},
+		{args{"-addr", ":0"}, "", 1, "set API_KEYS or -keys"},
+		{args{}, "API_KEYS=", 1, "contain no API key"},
+		{args{}, "API_KEYS=one, my secret", 1, "API_KEYS, item 2: an API key must consist of visible ASCII"},
+		{args{"-keys", file("spaced", "# none\r\none\r\nmy secret\r\n")}, "API_KEYS=k", 1, `spaced", line 3: an API key must`},
+		{args{}, "LISTEN_FDS=2", 1, "one socket"},
+		{args{"-keys", file("comments", "# none\n\n  \r\n")}, "", 1, "contain no API key"},
+		{args{"-keys", file("listed", "one,secret")}, "API_KEYS=k", 1, `listed", line 1: an API key must`},
+		{args{"-addr", ":0", "-db", dir}, "API_KEYS=k", 1, `-db "` + dir + `": unable to open database file`},
+		{args{"-db", dangling}, "API_KEYS=k", 1, `dangling": lstat ` + none + ": no such file"},
+		{args{"-db", loop}, "API_KEYS=k", 1, `loop": EvalSymlinks: too many links`},
+		{args{"-db", none + "/animals.db"}, "API_KEYS=k", 1, "in an existing folder"},
+		{args{"-keys", none + "/a\nb"}, "", 1, `none/a\nb": open ` + none + "/a b: no such"},
+		{args{"-db", moved}, "API_KEYS=k", 1, `moved-wal" is the write-ahead log of one`},
+		{args{"-db", linked}, "API_KEYS=k", 1, `emptied-wal" is the write-ahead log of one`},
+		{args{"-db", ours("dump", "PRAGMA application_id = 0")}, "API_KEYS=k", 1, "its application_id is not 1348826227"},
+		{args{"-db", file("text", "some text")}, "API_KEYS=k", 1, "If it is damaged, restore a backup"},
+		{args{"-db", file("short-text", "ab")}, "API_KEYS=k", 1, "file is not a database"},
+		{args{"-db", foreign("foreign-wal", "PRAGMA journal_mode = WAL; CREATE TABLE t (x)")}, "API_KEYS=k", 1, "not a database of this service"},
+		{args{"-db", foreign("versioned", "PRAGMA user_version = 1")}, "API_KEYS=k", 1, "not a database of this service"},
+		{args{"-db", foreign("marked", "PRAGMA application_id = 7")}, "API_KEYS=k", 1, "not a database of this service"},
+		{args{"-db", newer}, "API_KEYS=k", 1, "a newer version"},
+		{args{"-db", newer, "-backup", none}, "", 1, "a newer version"},
+		{args{"-backup", none}, "", 1, "unable to open database file"},
+		{args{"-db", emptied, "-backup", none}, "", 1, "not a database of this service"},
+		{args{"-db", readOnly}, "API_KEYS=k", 1, "attempt to write a readonly database"},
+		{args{"-db", fine, "-backup", dangling}, "", 1, "exists already"},
+		{args{"-db", fine, "-backup", none + "/copy"}, "", 1, `none/copy.`},
 	} {
-		args := []string{"-addr", "localhost:0", "-db", filepath.Join(dir, "new.db")}
-		for _, arg := range strings.Fields(c.args) {
-			args = append(args, strings.NewReplacer("_", "", "~", "\n").Replace(arg))
-		}
+		args := append(args{"-addr", "localhost:0", "-db", filepath.Join(dir, "new.db")}, c.args...)
 		name, value, _ := strings.Cut(c.env, "=")
 		env := map[string]string{"LISTEN_PID": strconv.Itoa(os.Getpid()), name: value}
 		before := snapshot(t, dir)
-		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second) // in case the service starts
+		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second) // in case the service starts
 		var stdout, stderr strings.Builder
 		status := run(ctx, args, lookup(env), &stdout, &stderr)
 		cancel()
-		if status != c.status || !strings.Contains(stderr.String(), c.words) {
-			t.Errorf("%q with %q: status %d, %q; want %d, %q", args, c.env, status, stderr.String(), c.status, c.words)
+		output, lines, other := stderr.String(), strings.Count(stderr.String(), "\n"), stdout.String()
+		if c.status == 0 {
+			output, lines, other = stdout.String(), 1, stderr.String()
 		}
-		if strings.Count(stderr.String(), "\n") != 1 || stdout.Len() > 0 || strings.Contains(stderr.String(), "tom") {
-			t.Errorf("%q: standard error is %q, want one line without a key, and standard output is %q", args, stderr.String(), stdout.String())
+		if status != c.status || !strings.Contains(output, c.words) {
+			t.Errorf("%q with %q: status %d, %q; want %d, %q", args, c.env, status, output, c.status, c.words)
+		}
+		if lines != 1 || other != "" || strings.Contains(output, "secret") {
+			t.Errorf("%q: %q, want one line without a key, and nothing else: %q", args, output, other)
 		}
 		if after := snapshot(t, dir); after != before {
 			t.Errorf("%q changed the files from\n%s to\n%s", args, before, after)
@@ -1888,7 +1848,6 @@ func TestSettings(t *testing.T) {
 	}
 }
 
-// TestBackup writes a backup while animals are added.
 func TestBackup(t *testing.T) {
 	s := parallelService(t)
 	for range 100 {
@@ -1915,10 +1874,9 @@ func TestBackup(t *testing.T) {
 		t.Errorf("the files were\n%s and are\n%s", before, after)
 	}
 	restored := openService(t, filepath.Join(dir, "copy.db"))
+	restored.wantSQL("PRAGMA journal_mode", "wal")
 	copied := restored.sqlite3("SELECT max(id) FROM pets")
-	if got := decode[[]pet](t, restored.do("GET", "/v1/pets?limit=100", "")); len(got) != 100 || got[99].ID != 100 {
-		t.Errorf("the first page of the backup has %d animals, want the 100 that were there before", len(got))
-	}
+	restored.want(restored.do("GET", "/v1/pets?after=99&limit=1", ""), 200, `"id":100,"name":"before"`)
 	if p := restored.add("after", 1, "sold"); fmt.Sprint(p.ID-1) != copied {
 		t.Errorf("the last id in the backup is %s, and the next is %d", copied, p.ID)
 	}
@@ -1944,14 +1902,13 @@ func TestFailedBackupLeavesNothing(t *testing.T) {
 	}
 }
 
-// FuzzRequests adds an animal with any body, and lists animals with any query. The responses must be in openapi.json, and an
-// accepted animal must read back as it was sent.
+// FuzzRequests adds an animal with any body, which must read back as it was sent, and lists animals with any query.
 func FuzzRequests(f *testing.F) {
-	for query, body := range map[string]string{
-		"": rex, "limit=5&status=sold&after=3": `{"name":"\ud83d\udc36","categoryId":-9223372036854775808,"status":"sold"}`,
-		"limit=101": `{"name":"\ud83d","categoryId":1e2}`, "%zz": `{"name":"x","name":"y"}`, "a;b": "{\"name\":\"\xff\"}", "limit=1&limit=1": `[]`,
-	} {
-		f.Add(query, []byte(body))
+	for _, body := range append(validBodies, rex, `{"name":"\ud83d","categoryId":1e2}`, `{"name":"x","name":"y"}`, "{\"name\":\"\xff\"}", `[]`) {
+		f.Add("", []byte(body))
+	}
+	for _, query := range []string{"limit=5&status=sold&after=3", "limit=101", "a;b", "%zz", "limit=1&limit=1"} {
+		f.Add(query, []byte("{}"))
 	}
 	handler := newService(f).server
 	f.Fuzz(func(t *testing.T, query string, body []byte) {
@@ -1962,78 +1919,32 @@ func FuzzRequests(f *testing.F) {
 			t.Errorf("%q = %d %s", query, a.status, a.body)
 		}
 		a := s.do("POST", "/v1/pets", string(body))
-		if a.status == 400 || a.status == 413 && len(body) > maxBody {
+		if a.status == 400 || a.status == 413 && len(body) > 64<<10 {
 			return
 		}
 		s.want(a, 201, "")
 		if got := s.do("GET", a.header.Get("Location"), ""); got.body != a.body {
 			t.Errorf("POST %q = %s, but it reads back as %s", body, a.body, got.body)
 		}
-		var sent map[string]any
-		dec := json.NewDecoder(bytes.NewReader(body))
-		dec.UseNumber()
-		must(t, dec.Decode(&sent))
-		for name, value := range sent {
-			member := string(encode(map[string]any{name: value}))
-			if !strings.Contains(a.body, member[1:len(member)-2]) {
+		stored := try(parseJSON(a.body))(t)
+		for name, value := range try(parseJSON(string(body)))(t).(map[string]any) {
+			if at(stored, name) != value {
 				t.Errorf("%q reads back as %s", body, a.body)
 			}
 		}
 	})
 }
 
-// BenchmarkRequests measures how many requests per second the service answers over TCP.
-func BenchmarkRequests(b *testing.B) {
-	for _, c := range []struct {
-		name, target string // %d stands for a random number up to 100,000
-		adds         int    // how many of 100 requests add an animal
-		withKey      bool   // an Idempotency-Key
-		connections  int
-	}{
-		{"add, 64 connections", "", 100, false, 64},
-		{"add, 1 connection", "", 100, false, 1},
-		{"add with an Idempotency-Key, 64 connections", "", 100, true, 64},
-		{"add with an Idempotency-Key, 1 connection", "", 100, true, 1},
-		{"list, first page", "/v1/pets", 0, false, 32},
-		{"list, first page of a status", "/v1/pets?status=sold", 0, false, 32},
-		{"fetch, one animal", "/v1/pets/77", 0, false, 32},
-		{"list, any page", "/v1/pets?after=%d", 0, false, 32},
-		{"fetch, any animal", "/v1/pets/%d", 0, false, 32},
-		{"list, first page, and one add in ten requests, 1000 connections", "/v1/pets", 10, false, 1000},
-	} {
-		b.Run(c.name, func(b *testing.B) {
-			s := newService(b)
-			s.sqlite3(`WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 100000)
-				INSERT INTO pets (name, category_id, status) SELECT 'animal number ' || i, i % 50,
-					CASE i % 3 WHEN 0 THEN 'available' WHEN 1 THEN 'pending' ELSE 'sold' END FROM n`)
-			ts := httptest.NewServer(s)
-			defer ts.Close()
-			client := &http.Client{Transport: &http.Transport{MaxConnsPerHost: c.connections, MaxIdleConnsPerHost: c.connections}}
-			defer client.CloseIdleConnections()
-			b.SetParallelism(max(64, c.connections) / runtime.GOMAXPROCS(0))
-			b.ReportAllocs()
-			b.ResetTimer()
-			b.RunParallel(func(pb *testing.PB) {
-				for pb.Next() {
-					method, target, body, header := "GET", strings.Replace(c.target, "%d", strconv.Itoa(1+rand.Intn(100000)), 1), "", ""
-					if rand.Intn(100) < c.adds {
-						method, target, body = "POST", "/v1/pets", rex
-					}
-					if c.withKey {
-						header = fmt.Sprint("Idempotency-Key: ", rand.Int63())
-					}
-					if status, text, err := fetch(client, method, ts.URL+target, body, header); err != nil || status >= 300 {
-						b.Errorf("%s %s = %d %s, %v", method, target, status, text, err)
-					}
-				}
-			})
-			b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "requests/s")
-		})
-	}
-}
-
 // document is openapi.json, decoded by TestMain.
 var document map[string]any
+
+// parseJSON parses JSON with all digits of its numbers.
+func parseJSON(text string) (v any, err error) {
+	dec := json.NewDecoder(strings.NewReader(text))
+	dec.UseNumber()
+	err = dec.Decode(&v)
+	return v, err
+}
 
 // at returns the value at path in an OpenAPI document, or nil. It follows references.
 func at(v any, path ...string) any {
@@ -2056,23 +1967,23 @@ func contractFaults(r *http.Request, a reply) (faults []string) {
 	}
 	var body any
 	if r.Method != "HEAD" {
-		dec := json.NewDecoder(strings.NewReader(a.body))
-		dec.UseNumber()
-		err := dec.Decode(&body)
+		var err error
+		body, err = parseJSON(a.body)
 		check(err == nil && a.header.Get("Content-Length") == strconv.Itoa(len(a.body)), "the body is %q (%v)", a.body, err)
 	}
 	for name, want := range map[string]string{"Content-Type": "application/json", "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"} {
 		check(slices.Equal(a.header[name], []string{want}), "%s is %q, want %q", name, a.header[name], want)
 	}
+	check(!strings.Contains(a.body, testKey), "the body contains the key: %s", a.body)
 	check(regexp.MustCompile(`^[A-Z2-7]{26}$`).MatchString(a.header.Get("X-Request-Id")), "X-Request-Id is %q", a.header["X-Request-Id"])
 	if a.status >= 400 && body != nil {
 		faults = append(faults, schemaFaults(at(document, "components", "schemas", "Error"), body, "the error")...)
-		check(at(body, "status") == json.Number(strconv.Itoa(a.status)) && at(body, "code") == errorCodes[a.status], "the error is %s", a.body)
+		code, status := fmt.Sprintf("`%v` %d", at(body, "code"), a.status), json.Number(strconv.Itoa(a.status))
+		documented := at(document, "components", "schemas", "Error", "properties", "code", "description").(string)
+		check(at(body, "status") == status && strings.Contains(documented, code), "the error is %s", a.body)
 	}
-	if a.status == 405 {
-		check(strings.HasSuffix(fmt.Sprint(at(body, "message")), " only "+a.header.Get("Allow")), "Allow is %q", a.header["Allow"])
-		return faults
-	}
+	allowed := strings.HasSuffix(fmt.Sprint(at(body, "message")), " only "+a.header.Get("Allow"))
+	check(allowed == (a.status == 405), "Allow is %q", a.header["Allow"])
 	path := regexp.MustCompile(`^/v1/pets/[^/]+$`).ReplaceAllString(r.URL.EscapedPath(), "/v1/pets/{petId}")
 	operation := at(document, "paths", strings.TrimPrefix(path, "/v1"), strings.ToLower(strings.Replace(r.Method, "HEAD", "GET", 1)))
 	if operation == nil || r.URL.RawPath == "/v1/pets/%2F" { // which has no petId: ServeMux reads it as "/"
@@ -2085,15 +1996,14 @@ func contractFaults(r *http.Request, a reply) (faults []string) {
 		values := a.header.Values(name)
 		check(len(values) == 1 || len(values) == 0 && at(headers, name, "required") != true, "header %s is there %d times", name, len(values))
 		for _, value := range values {
-			var v any = value
-			if at(headers, name, "schema", "type") == "integer" {
-				v = json.Number(value)
-			}
-			faults = append(faults, schemaFaults(at(headers, name, "schema"), v, "header "+name)...)
+			faults = append(faults, schemaFaults(at(headers, name, "schema"), value, "header "+name)...)
 		}
 	}
 	for _, name := range []string{"Link", "Location", "WWW-Authenticate", "Deprecation", "Sunset", "Retry-After", "Idempotency-Replayed", "Allow"} {
 		check(headers[name] != nil || a.header[name] == nil, "header %s is not documented", name)
+	}
+	if a.status == 201 { // the name must be one that openapi.json allows in a request
+		faults = append(faults, schemaFaults(at(document, "components", "schemas", "NewPet", "properties", "name"), at(body, "name"), "the name")...)
 	}
 	if body != nil {
 		faults = append(faults, schemaFaults(at(response, "content", "application/json", "schema"), body, "the body")...)
@@ -2108,34 +2018,33 @@ func schemaFaults(schema, v any, where string) (faults []string) {
 			faults = append(faults, fmt.Sprintf("%s is %v, which breaks %s %v", where, v, keyword, at(schema, keyword)))
 		}
 	}
-	enum, _ := at(schema, "enum").([]any)
-	check(enum == nil || slices.Contains(enum, v), "enum")
-	kind := ""
-	switch v := v.(type) {
-	case string:
-		kind = "string"
+	if enum, _ := at(schema, "enum").([]any); enum != nil {
+		check(slices.Contains(enum, v), "enum")
+	}
+	switch kind := at(schema, "type"); kind {
+	case "string":
+		text, ok := v.(string)
 		pattern, _ := at(schema, "pattern").(string)
-		check(regexp.MustCompile(pattern).MatchString(v), "pattern")
-	case json.Number:
-		kind = "integer"
-		n, err := strconv.ParseInt(v.String(), 10, 64)
+		check(ok && regexp.MustCompile(pattern).MatchString(text), "pattern")
+	case "integer":
+		n, err := strconv.ParseInt(fmt.Sprint(v), 10, 64)
 		minimum, bounded := at(schema, "minimum").(float64)
 		check(err == nil && (!bounded || float64(n) >= minimum), "minimum")
-	case []any:
-		kind = "array"
-		for i, item := range v {
+	case "array":
+		items, ok := v.([]any)
+		check(ok, "type")
+		for i, item := range items {
 			faults = append(faults, schemaFaults(at(schema, "items"), item, fmt.Sprintf("%s[%d]", where, i))...)
 		}
-	case map[string]any:
-		kind = "object"
-		required, _ := at(schema, "required").([]any)
-		for _, name := range required {
-			check(v[name.(string)] != nil, "required")
+	default:
+		members, ok := v.(map[string]any)
+		check(ok && kind == "object", "type")
+		for _, name := range at(schema, "required").([]any) {
+			check(members[name.(string)] != nil, "required")
 		}
-		for name, member := range v {
+		for name, member := range members {
 			faults = append(faults, schemaFaults(at(schema, "properties", name), member, where+"."+name)...)
 		}
 	}
-	check(at(schema, "type") == kind, "type")
 	return faults
 }

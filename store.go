@@ -32,8 +32,7 @@ const (
 	schemaVersion = 1
 )
 
-// schema creates the tables, unless another process has just done so. The CHECK constraints apply to manual edits, too.
-// (SQLite checks ORs faster than an IN here.)
+// schema creates the tables if they do not exist. The CHECKs apply to manual edits, too. (ORs are faster there than an IN.)
 var schema = fmt.Sprintf(`
 PRAGMA journal_mode = WAL;
 BEGIN IMMEDIATE;
@@ -106,11 +105,11 @@ type batch struct {
 type store struct {
 	path    string      // absolute
 	file    os.FileInfo // the file at path when it was opened
-	logPath string      // of the write-ahead log
-	log     os.FileInfo // the file at logPath when it was opened
+	walPath string      // of the write-ahead log
+	wal     os.FileInfo // the file at walPath when it was opened
 	readers *sql.DB
 	writer  *sql.DB // one connection, so that its statements form one transaction
-	watcher *sql.DB // one connection, which sees the commits of all others
+	watcher *sql.DB // one connection, which sees the commits of all others, and waits for no lock
 
 	selectPage, selectPageByStatus                                         *sql.Stmt // of readers
 	begin, commit, insertPet                                               *sql.Stmt // of writer
@@ -120,35 +119,34 @@ type store struct {
 	writing     sync.Mutex    // held during a transaction
 	joining     sync.Mutex    // guards gathering
 	gathering   *batch        // the batch that a creation can join, or nil
-	logGone     atomic.Bool   // the log is not at logPath, as checkLog has seen
-	logReplaced bool          // another program has begun a new log; guarded by writing
-
-	changes atomic.Int64  // grows with every commit: of this process, before it is acknowledged; of others, within watchInterval
-	closing chan struct{} // ends watch
+	walGone     atomic.Bool   // the log is not at walPath, as checkWAL has seen
+	walReplaced bool          // another program has begun a new log; guarded by writing
+	changes     atomic.Int64  // grows with every commit: of this process, before it is acknowledged; of others, within watchInterval
+	closing     chan struct{} // ends watch
 }
 
 // openStore opens the database at path, which is absolute. If the file is missing or empty (isNew), it creates the database.
 func openStore(path string) (s *store, isNew bool, err error) {
 	target, err := filepath.EvalSymlinks(path)
-	if entry, _ := os.Lstat(path); err != nil && entry != nil { // a link that cannot be followed
+	if _, missing := os.Lstat(path); err != nil && missing == nil { // a link that cannot be followed
 		return nil, false, err
 	}
-	logPath := cmp.Or(target, path) + "-wal" // SQLite keeps the log beside the file that a link leads to
-	log, _ := os.Stat(logPath)               // before the database, which another process may be creating
+	walPath := cmp.Or(target, path) + "-wal" // SQLite keeps the log beside the file that a link leads to
+	wal, _ := os.Stat(walPath)               // before the database, which another process may be creating
 	info, err := os.Stat(path)
 	isNew = err != nil || info.Size() <= 1 // SQLite takes a file of one byte for empty
-	if isNew && log != nil && log.Size() > 0 {
+	if isNew && wal != nil && wal.Size() > 0 {
 		return nil, false, fmt.Errorf("there is no database, but %q is the write-ahead log of one and may hold animals; "+
-			"put that database back, or delete the log to start with an empty one", logPath)
+			"put that database back, or delete the log to start with an empty one", walPath)
 	}
 	readers := max(4, runtime.GOMAXPROCS(0))
 	s = &store{
 		path:      path,
-		logPath:   logPath,
+		walPath:   walPath,
 		readers:   openPool(path, "ro", readers),
 		readSlots: make(chan struct{}, readers),
 		writer:    openPool(path, "rwc", 1, "synchronous(FULL)", "fullfsync(ON)", fmt.Sprintf("journal_size_limit(%d)", maxIdleWAL)),
-		watcher:   openPool(path, "ro", 1),
+		watcher:   openPool(path, "rw", 1, "busy_timeout(0)"),
 		closing:   make(chan struct{}),
 	}
 	if err := s.open(); err != nil {
@@ -167,7 +165,7 @@ func (s *store) open() error {
 	if err != nil {
 		return err
 	}
-	statements := "PRAGMA journal_mode = WAL; DELETE FROM pets WHERE id = 0" // fails if the database is read-only or locked
+	statements := "PRAGMA journal_mode = WAL; DELETE FROM pets WHERE id = 0" // a write of nothing: fails if read-only or locked
 	if version < schemaVersion {
 		statements = schema
 	}
@@ -175,7 +173,7 @@ func (s *store) open() error {
 		return err
 	}
 	if s.file, err = os.Stat(s.path); err == nil {
-		s.log, err = os.Stat(s.logPath)
+		s.wal, err = os.Stat(s.walPath)
 	}
 	prepare := func(db *sql.DB, query string) (statement *sql.Stmt) {
 		if err == nil {
@@ -199,8 +197,8 @@ func (s *store) open() error {
 		return err
 	}
 	for _, db := range []*sql.DB{s.readers, s.watcher} {
-		for range db.Stats().MaxOpenConnections { // one that was opened later would take whatever is at path then
-			rows, err := db.Query("SELECT 1 FROM pets LIMIT 1") // SQLite opens the files for the first read
+		for range db.Stats().MaxOpenConnections { // one that was opened later would open whatever is at path by then
+			rows, err := db.Query("SELECT 1 FROM pets LIMIT 1") // SQLite opens the files at the first read
 			if err != nil {
 				return err
 			}
@@ -214,15 +212,14 @@ func (s *store) open() error {
 func (s *store) close() (err error) {
 	s.closing <- struct{}{} // waits for watch
 	s.writing.Lock()        // for good: nothing may be written any more
-	s.watcher.Close()
-	s.readers.Close() // before the writer: the last connection removes the write-ahead log, if it may write
-	if err = s.checkLog(); err != nil {
-		return err // with the writer open: closing it would empty the log once more
+	s.readers.Close()       // before the writer: the last connection removes the write-ahead log, if it may write
+	if err = s.checkWAL(); err != nil {
+		return err // with the writer open: closing it would use the log once more, and delete whatever is at walPath
 	}
-	if !isFile(s.path, s.file) { // SQLite would leave the log at logPath, and then apply it to the next database there
-		err = s.emptyLog()
+	if !isFile(s.path, s.file) { // SQLite would leave the log at walPath, and then apply it to the next database there
+		err = s.emptyWAL()
 	}
-	return errors.Join(err, s.writer.Close())
+	return errors.Join(err, s.watcher.Close(), s.writer.Close())
 }
 
 // list returns a page of animals, by ascending id, and whether more follow. It takes no context: the query is bounded, and
@@ -299,17 +296,17 @@ func (s *store) transact(b *batch) (err error) {
 	if err := s.inPlace(); err != nil {
 		return err
 	}
-	now, keys := time.Now().Unix(), 0
+	now, withKey := time.Now().Unix(), 0
 	for _, c := range b.creations {
 		if err := s.insert(c, now); err != nil {
 			return dbError(err)
 		}
 		if c.idempotencyKey != "" {
-			keys++
+			withKey++
 		}
 	}
-	if keys > 0 { // delete two for each Idempotency-Key in the batch, so that stale ones cannot pile up
-		_, err = s.deleteStaleIdempotencyKeys.Exec(now-idempotencyKeyLifetime, 2*keys)
+	if withKey > 0 { // delete two for each Idempotency-Key in the batch, so that stale ones cannot pile up
+		_, err = s.deleteStaleIdempotencyKeys.Exec(now-idempotencyKeyLifetime, 2*withKey)
 	}
 	if err == nil {
 		_, err = s.commit.Exec()
@@ -318,12 +315,11 @@ func (s *store) transact(b *batch) (err error) {
 	return dbError(err)
 }
 
-// crash, deferred, ends the program after a panic. net/http would go on, but without the connection in use, and after a write
-// with a transaction in an unknown state. The exit status is the one that Go gives to a panic.
+// crash, deferred, ends the program after a panic: net/http would go on, with a connection lost and a transaction left open.
 func crash() {
 	if p := recover(); p != nil {
 		fmt.Fprintf(os.Stderr, "panic: %v\n%s", p, debug.Stack())
-		os.Exit(2)
+		os.Exit(2) // as after any other panic
 	}
 }
 
@@ -359,40 +355,43 @@ func (s *store) insert(c *creation, now int64) error {
 // inPlace returns errUnavailable unless the database that was opened is still at path, with its log beside it. SQLite would
 // go on writing to both wherever they are, even if they were deleted.
 func (s *store) inPlace() error {
-	if !isFile(s.path, s.file) || s.logGone.Load() {
+	if !isFile(s.path, s.file) || s.walGone.Load() {
 		return fmt.Errorf("%w: the database or its write-ahead log was moved, deleted or replaced; put the database back, or end all "+
 			"other programs that use it and restart the service", errUnavailable)
 	}
 	return nil
 }
 
-// checkLog returns an error if the write-ahead log is no longer beside the database: the next process would not find it. The
-// log is still open, so checkLog saves what it holds in the database. Once another program has begun a new log, it must not:
-// the index of the log, which all programs share, then describes the new one. The caller holds writing.
-func (s *store) checkLog() error {
-	log, err := os.Stat(s.logPath)
-	gone := isFile(s.path, s.file) && (err != nil || !os.SameFile(log, s.log))
-	s.logReplaced = s.logReplaced || gone && err == nil && log.Size() > 0
-	s.logGone.Store(gone || s.logReplaced)
+// checkWAL notes whether the write-ahead log is beside the database, where the next process looks for it. If not, checkWAL saves
+// what the log holds in the database, as long as it is open, and returns an error. Once another program has begun a new log, it
+// saves nothing: the index of the log, which all programs share, is then that of the new one. The caller holds writing.
+func (s *store) checkWAL() error {
+	wal, err := os.Stat(s.walPath)
+	gone := isFile(s.path, s.file) && (err != nil || !os.SameFile(wal, s.wal))
+	if gone && err == nil && wal.Size() > 0 {
+		s.walReplaced = true
+	}
+	s.walGone.Store(gone || s.walReplaced)
 	switch {
-	case s.logReplaced:
-		return fmt.Errorf("another program has replaced %q; animals that were only in the old one are lost", s.logPath)
+	case s.walReplaced:
+		return fmt.Errorf("another program has replaced %q; animals that were only in the old one are lost", s.walPath)
 	case gone:
-		return cmp.Or(s.emptyLog(), fmt.Errorf("%q was moved or deleted; the animals in it were saved in the database", s.logPath))
+		return cmp.Or(s.emptyWAL(), fmt.Errorf("%q was moved or deleted; the animals in it were saved in the database", s.walPath))
 	}
 	return nil
 }
 
-// emptyLog moves all that the write-ahead log holds to the database.
-func (s *store) emptyLog() error {
+// emptyWAL moves all that the write-ahead log holds to the database. It waits for no lock: another program that holds one could
+// begin a new log meanwhile.
+func (s *store) emptyWAL() error {
 	var busy, frames, copied int
-	err := s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
+	err := s.watcher.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
 	if busy > 0 {
-		err = errors.New("another program uses it")
+		err = errors.New("it is in use")
 	}
 	if err != nil {
 		err = fmt.Errorf("%q or its write-ahead log, %q, was moved, deleted or replaced, and the log holds animals and could not be "+
-			"emptied: %w; end all programs that use the database, and move the log beside it, under its name with -wal", s.path, s.logPath, err)
+			"emptied: %w; end all programs that use the database, and move the log beside it, under its name with -wal", s.path, s.walPath, err)
 	}
 	return err
 }
@@ -414,9 +413,10 @@ func (s *store) watch() {
 			s.changes.Add(1)
 		}
 		last = seen
-		if s.logGone.Load() || !isFile(s.logPath, s.log) {
+		if s.walGone.Load() || !isFile(s.walPath, s.wal) {
+			s.walGone.Store(true) // first, for a creation that waits for another program's lock and holds writing
 			s.writing.Lock()
-			s.checkLog()
+			s.checkWAL()
 			s.writing.Unlock()
 		}
 		select {
@@ -433,7 +433,7 @@ func backup(ctx context.Context, path, target string) error {
 	if _, err := os.Lstat(target); err == nil {
 		return errors.New("the copy exists already; name a new file")
 	}
-	if info, err := os.Stat(path); err == nil && info.Size() <= 1 { // SQLite would delete its write-ahead log
+	if info, err := os.Stat(path); err == nil && info.Size() <= 1 { // SQLite deletes the write-ahead log of an empty file
 		return errors.New("not a database of this service: the file is empty")
 	}
 	db := openPool(path, "rw", 1)
@@ -464,10 +464,9 @@ func backup(ctx context.Context, path, target string) error {
 }
 
 // openPool returns a pool of up to size connections to the database in file, whose path is absolute, with SQLite's URI
-// mode ro, rw or rwc. All have the busy timeout and the given pragmas. None is open yet.
+// mode ro, rw or rwc. All have the busy timeout, and then the given pragmas. None is open yet.
 func openPool(file, mode string, size int, pragmas ...string) *sql.DB {
-	pragmas = append(pragmas, fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()))
-	query := url.Values{"mode": {mode}, "_pragma": pragmas}
+	query := url.Values{"mode": {mode}, "_busy_timeout": {fmt.Sprint(busyTimeout.Milliseconds())}, "_pragma": pragmas}
 	location := "/" + strings.TrimPrefix(filepath.ToSlash(file), "/") // on Windows: /C:/...
 	dsn := url.URL{Scheme: "file", Path: location, RawQuery: query.Encode()}
 	db, _ := sql.Open("sqlite", dsn.String()) // fails only if there is no such driver
