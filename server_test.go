@@ -431,11 +431,10 @@ func TestRequests(t *testing.T) {
 		{"GET /v1/pets/1?limit=x&anything", "", "", 200, "Rex"},
 		{"GET /v1/pets/2", "", "", 404, "no animal"},
 		{"GET /v1/pets/01", "", "", 404, "no animal"},
-		{"GET /v1/pets/rex", "", "", 404, "no animal"},
 		{"GET /v1/pets/1%2F", "", "", 404, "no animal"},
 		{"GET /v1/pets/" + strings.Repeat("9", 3000), "", "", 404, "no animal"},
-		{"HEAD /v1/pets/1", "", "", 200, ""},
 		{"GET /v1/pets?limit=101", "", "", 400, "limit must be"},
+		{"GET /v1/pets?limit=05", "", "", 400, "limit must be"},
 		{"GET /v1/pets?limit=5&limit=5", "", "", 400, `\"limit\" must not be repeated`},
 		{"GET /v1/pets?status=", "", "", 400, "status must be"},
 		{"GET /v1/pets?status=Sold", "", "", 400, "status must be available, pending or sold"},
@@ -465,7 +464,6 @@ func TestRequests(t *testing.T) {
 		{"GET /healthz", "Authorization:", "", 200, `{"status":"ok"}`},
 		{"GET /openapi.json", "Authorization:", "", 200, string(openAPI)},
 		{"POST /v1/pets?limit=x&anything", "Accept: text/html", rex, 201, "Rex"},
-		{"POST /v1/pets", "Content-Type: application/json", rex, 201, "Rex"},
 		{"POST /v1/pets", `Content-Type: Application/JSON;charset="utf-16"`, rex, 201, "Rex"},
 		{"POST /v1/pets", "Content-Type: application/json; x", rex, 415, "application/json; x"},
 		{"POST /v1/pets", "Content-Type: " + large[:99], rex, 415, `not \"` + large[:64] + `\""`},
@@ -1249,7 +1247,7 @@ const execSelf = `exec "$0" "$@"`
 // command returns a command that runs the program on a free port through a line of shell that ends in execSelf.
 func command(t testing.TB, shell string, args ...string) *exec.Cmd {
 	args = append([]string{"-c", shell, os.Args[0], "-addr", "127.0.0.1:0", "-db", filepath.Join(t.TempDir(), "animals.db")}, args...)
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	t.Cleanup(cancel)
 	cmd := exec.CommandContext(ctx, "sh", args...)
 	cmd.Env = append(os.Environ(), "ANIMALSTORE_PROCESS=1", "API_KEYS="+testKey)
@@ -1404,6 +1402,7 @@ func TestDeletedLog(t *testing.T) {
 					try(other.Exec("BEGIN IMMEDIATE; CREATE TABLE edit (x)"))(t)
 				case "commit":
 					try(other.Exec("COMMIT"))(t)
+					must(t, other.Close())
 				case "kill":
 					p.stop(syscall.SIGKILL)
 				case "stop":
@@ -1412,7 +1411,6 @@ func TestDeletedLog(t *testing.T) {
 					}
 				}
 			}
-			must(t, other.Close())
 			s = openService(t, s.db)
 			s.wantSQL("PRAGMA integrity_check", "ok")
 			s.wantSQL("SELECT count(*) FROM pets", strconv.Itoa(acknowledged))
@@ -1653,6 +1651,8 @@ func TestLogWriter(t *testing.T) {
 		}
 		pr, pw = io.Pipe()
 		log = newLogWriter(pw)
+		fmt.Fprintln(log, "line")
+		synctest.Wait() // until it waits for a reader
 		for range 5000 {
 			fmt.Fprintln(log, "line")
 		}
@@ -1785,7 +1785,7 @@ func TestSettings(t *testing.T) {
 		status int
 		words  string
 	}{
-		{args{"-h"}, "", 0, "Usage: animalstore [flags]\n\n  -addr HOST:PORT\n"},
+		{args{"-h"}, "", 0, "created on first use (default \"animalstore.db\")"},
 		{args{"-version"}, "", 0, "animalstore " + buildVersion() + "\n"},
 		{args{"-colour"}, "", 2, "not defined: -colour"},
 		{args{"serve"}, "", 2, `unexpected argument "serve"`},

@@ -374,7 +374,7 @@ func (s *store) checkWAL() error {
 	s.walGone.Store(gone || s.walReplaced)
 	switch {
 	case s.walReplaced:
-		return fmt.Errorf("another program has replaced %q; animals that were only in the old one are lost", s.walPath)
+		return fmt.Errorf("another program has replaced %q; any animals that were only in the old one are lost", s.walPath)
 	case gone:
 		return cmp.Or(s.emptyWAL(), fmt.Errorf("%q was moved or deleted; the animals in it were saved in the database", s.walPath))
 	}
