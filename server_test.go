@@ -347,7 +347,7 @@ func TestCreatePet(t *testing.T) {
 	s := parallelService(t)
 	for i, c := range []struct{ body, want string }{
 		{rex, `"name":"Rex","categoryId":7,"status":"available"`},
-		{` { "status" : "sold" , "categoryId" : -1 , "name" : " <&> " } ` + "\r\n\t", `"name":" <&> ","categoryId":-1,"status":"sold"`},
+		{` { "status" : "sold" , "name" : " <&> " , "categoryId" : -1 } ` + "\r\n\t", `"name":" <&> ","categoryId":-1,"status":"sold"`},
 		{`{"n\u0061me":"\"\\\/\b\f\n\r\t","categoryId":1}`, `"name":"\"\\/\b\f\n\r\t","categoryId":1,"status":"available"`},
 	} {
 		want, location := fmt.Sprintf("{\"id\":%d,%s}\n", i+1, c.want), fmt.Sprintf("/v1/pets/%d", i+1)
@@ -373,7 +373,7 @@ func TestCreatePetRefusesInvalidBodies(t *testing.T) {
 	for body, words := range map[string]string{
 		"":                                            "one JSON object",
 		`{"name":"x","categoryId":1,}`:                `one JSON object: invalid character '}' looking for beginning of object key string, at byte 28"`,
-		`{"name":"x" "categoryId":1}`:                 `invalid character '\"' after object key:value pair, at byte 13"`,
+		`["name","Rex","categoryId",7]`:               "one JSON object",
 		`{"name":"x","categoryId":1 `:                 `unexpected end of JSON input, at byte 27"`,
 		rex + "{}":                                    "one JSON object",
 		"\ufeff" + rex:                                "one JSON object",
@@ -436,7 +436,6 @@ func TestRequests(t *testing.T) {
 		{"GET /v1/pets?limit=101", "", "", 400, "limit must be"},
 		{"GET /v1/pets?limit=05", "", "", 400, "limit must be"},
 		{"GET /v1/pets?limit=5&limit=5", "", "", 400, `\"limit\" must not be repeated`},
-		{"GET /v1/pets?status=", "", "", 400, "status must be"},
 		{"GET /v1/pets?status=Sold", "", "", 400, "status must be available, pending or sold"},
 		{"GET /v1/pets?after=-1", "", "", 400, "after must be"},
 		{"GET /v1/pets?after=9223372036854775808", "", "", 400, "after must be"},
@@ -2039,7 +2038,8 @@ func schemaFaults(schema, v any, where string) (faults []string) {
 	default:
 		members, ok := v.(map[string]any)
 		check(ok && kind == "object", "type")
-		for _, name := range at(schema, "required").([]any) {
+		required, _ := at(schema, "required").([]any)
+		for _, name := range required {
 			check(members[name.(string)] != nil, "required")
 		}
 		for name, member := range members {
