@@ -193,19 +193,10 @@ func (s *store) open() error {
 		VALUES (?, ?, ?, ?, ?, ?, ?)`)
 	s.deleteStaleIdempotencyKeys = prepare(s.writer, `DELETE FROM idempotency_keys WHERE (caller, key) IN
 		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT ?)`)
-	if err != nil {
-		return err
+	if err == nil {
+		err = errors.Join(openAll(s.readers), openAll(s.watcher))
 	}
-	for _, db := range []*sql.DB{s.readers, s.watcher} {
-		for range db.Stats().MaxOpenConnections { // one that was opened later would open whatever is at path by then
-			rows, err := db.Query("SELECT 1 FROM pets LIMIT 1") // SQLite opens the files at the first read
-			if err != nil {
-				return err
-			}
-			defer rows.Close() // and so gives the connection back to db, when all are open
-		}
-	}
-	return nil
+	return err
 }
 
 // close waits for a transaction in progress and closes the database. The store must not be used afterwards.
@@ -250,10 +241,9 @@ func (s *store) list(p page) (pets []pet, more bool, err error) {
 	return pets[:min(len(pets), p.limit)], more, dbError(rows.Err())
 }
 
-// create stores p and returns it, with its id, once it is on disk. If idempotencyKey is not "" and the caller used it within
-// idempotencyKeyLifetime, create returns the first result with replayed true, or errKeyReused if p differs. After errKeyReused
-// or errUnavailable, nothing was stored; after any other error, p may have been. It takes no context: a disconnect must not
-// interrupt a commit.
+// create stores p and returns it, with its id, once it is on disk. If the caller has used idempotencyKey, unless it is "", within
+// its lifetime, create returns the first result with replayed true, or errKeyReused if p differs. After errKeyReused or
+// errUnavailable nothing was stored; after another error, p may be. It takes no context: a disconnect must not break a commit.
 func (s *store) create(who caller, idempotencyKey string, p newPet) (_ pet, replayed bool, err error) {
 	c := &creation{newPet: p, caller: who, idempotencyKey: idempotencyKey}
 	s.joining.Lock()
@@ -473,6 +463,18 @@ func openPool(file, mode string, size int, pragmas ...string) *sql.DB {
 	db.SetMaxOpenConns(size)
 	db.SetMaxIdleConns(size)
 	return db
+}
+
+// openAll opens all connections of db, for good: one that was opened later would open whatever is at the path by then.
+func openAll(db *sql.DB) error {
+	for range db.Stats().MaxOpenConnections {
+		rows, err := db.Query("SELECT 1 FROM pets LIMIT 1") // SQLite opens the files at the first read
+		if err != nil {
+			return err
+		}
+		defer rows.Close() // and so gives the connection back to db, when all are open
+	}
+	return nil
 }
 
 // checkDatabase returns the schema version of a database. It refuses that of another program or of a newer version.
