@@ -12,8 +12,7 @@ import (
 // caller identifies a client by the SHA-256 sum of its API key. The key itself is not kept. The zero caller is nobody.
 type caller [sha256.Size]byte
 
-// keys holds the callers whose API keys are valid. Lookup times do not help an attacker: they depend on
-// the sum, and not on the key.
+// keys holds the callers whose API keys are valid. Lookup times do not help an attacker, who cannot choose the sums.
 type keys map[caller]bool
 
 // loadKeys returns the API keys in the environment variable API_KEYS (comma-separated) and in the file (one per line; lines

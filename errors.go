@@ -34,7 +34,7 @@ func newError(status int, format string, args ...any) *apiError {
 	return &apiError{Code: errorCodes[status], Message: fmt.Sprintf(format, args...), Status: status}
 }
 
-// Errors that the store and the handlers return, and that are shown to the client. After errUnavailable nothing is stored.
+// Errors that the store and the handlers return, and that are shown to the client. errUnavailable means: nothing was stored.
 var (
 	errNotFound    = newError(http.StatusNotFound, "there is no animal with this id")
 	errKeyReused   = newError(http.StatusUnprocessableEntity, "this Idempotency-Key was used for another animal")

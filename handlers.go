@@ -40,12 +40,12 @@ func (s *server) listPets(r *http.Request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	link := ""
+	var header http.Header
 	if more {
 		query.Set("after", strconv.FormatInt(pets[len(pets)-1].ID, 10))
-		link = "</v1/pets?" + query.Encode() + `>; rel="next"`
+		header = http.Header{"Link": {"</v1/pets?" + query.Encode() + `>; rel="next"`}}
 	}
-	return response{encode(pets), link}, nil
+	return response{encode(pets), header}, nil
 }
 
 // createPet answers POST /v1/pets: it stores the animal that the body describes, and answers with it and its id.
@@ -285,8 +285,8 @@ func unquote(value []byte) (s string) {
 	return s
 }
 
-// parseName returns the name in a JSON value, and whether it is valid. U+FFFD makes it invalid: a decoder
-// puts it where it could not decode a character (encoding/json, for an unpaired surrogate), so the name has lost one.
+// parseName returns the name in a JSON value, and whether it is valid. U+FFFD is refused: decoders put it where they could
+// not decode a character (encoding/json, for an unpaired surrogate), so the name has lost one.
 func parseName(value []byte) (name string, ok bool) {
 	name = unquote(value)
 	blank := strings.TrimSpace(name) == ""

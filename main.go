@@ -56,8 +56,7 @@ func run(ctx context.Context, args []string, lookupEnv func(string) (string, boo
 	if err == nil {
 		return 0
 	}
-	oneLine := strings.Join(strings.Fields(err.Error()), " ") // a file name may contain line breaks
-	fmt.Fprintln(lines, "animalstore:", oneLine)
+	fmt.Fprintln(lines, "animalstore:", strings.Join(strings.Fields(err.Error()), " ")) // file names may contain line breaks
 	return status
 }
 
@@ -110,7 +109,7 @@ func buildVersion() string {
 	return info.Main.Version + " " + info.GoVersion
 }
 
-// serve runs the service until ctx is cancelled. It opens the database last, when all other settings are checked.
+// serve runs the service until ctx is cancelled. It opens the database last, once all other settings have been checked.
 func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool), log *slog.Logger) error {
 	k, err := loadKeys(lookupEnv, c.keysFile)
 	if err != nil {

@@ -28,7 +28,7 @@ const (
 	applicationID          = 0x50657473             // PRAGMA application_id: "Pets", the mark of this service's databases
 
 	// schemaVersion is the PRAGMA user_version of the schema below; a new database has 0. Raise it with every change of the
-	// schema, and make store.open read user_version again and migrate older tables in the transaction that sets it.
+	// schema, and migrate older tables in the transaction that sets it: read it again there, because another process may have.
 	schemaVersion = 1
 )
 
@@ -119,16 +119,16 @@ type store struct {
 	writing     sync.Mutex    // held during a transaction
 	joining     sync.Mutex    // guards gathering
 	gathering   *batch        // the batch that a creation can join, or nil
-	walGone     atomic.Bool   // the log is not at walPath, as checkWAL has seen
+	walGone     atomic.Bool   // the log is not at walPath, as watch or checkWAL has seen
 	walReplaced bool          // another program has begun a new log; guarded by writing
-	changes     atomic.Int64  // grows with every commit: of this process, before it is acknowledged; of others, within watchInterval
+	changes     atomic.Int64  // grows after every commit: of this process, before it is acknowledged; of others, within watchInterval
 	closing     chan struct{} // ends watch
 }
 
 // openStore opens the database at path, which is absolute. If the file is missing or empty (isNew), it creates the database.
 func openStore(path string) (s *store, isNew bool, err error) {
 	target, err := filepath.EvalSymlinks(path)
-	if _, missing := os.Lstat(path); err != nil && missing == nil { // a link that cannot be followed
+	if _, notThere := os.Lstat(path); err != nil && notThere == nil { // a link that cannot be followed
 		return nil, false, err
 	}
 	walPath := cmp.Or(target, path) + "-wal" // SQLite keeps the log beside the file that a link leads to
@@ -169,10 +169,10 @@ func (s *store) open() error {
 	if version < schemaVersion {
 		statements = schema
 	}
-	if _, err := s.writer.Exec(statements); err != nil {
-		return err
+	if s.file, err = os.Stat(s.path); err == nil { // before Exec, which may wait for a lock
+		_, err = s.writer.Exec(statements)
 	}
-	if s.file, err = os.Stat(s.path); err == nil {
+	if err == nil {
 		s.wal, err = os.Stat(s.walPath)
 	}
 	prepare := func(db *sql.DB, query string) (statement *sql.Stmt) {
@@ -305,7 +305,7 @@ func (s *store) transact(b *batch) (err error) {
 	return dbError(err)
 }
 
-// crash, deferred, ends the program after a panic: net/http would go on, with a connection lost and a transaction left open.
+// crash, deferred, ends the program after a panic: it would otherwise go on, with a connection lost and a transaction open.
 func crash() {
 	if p := recover(); p != nil {
 		fmt.Fprintf(os.Stderr, "panic: %v\n%s", p, debug.Stack())
@@ -352,9 +352,9 @@ func (s *store) inPlace() error {
 	return nil
 }
 
-// checkWAL notes whether the write-ahead log is beside the database, where the next process looks for it. If not, checkWAL saves
-// what the log holds in the database, as long as it is open, and returns an error. Once another program has begun a new log, it
-// saves nothing: the index of the log, which all programs share, is then that of the new one. The caller holds writing.
+// checkWAL notes whether the write-ahead log is beside the database, where the next process looks for it. If not, checkWAL copies
+// what the log holds, which is still open, to the database, and returns an error. Once another program has begun a new log, it
+// copies nothing: all programs share one index of the log, which then describes the new one. The caller holds writing.
 func (s *store) checkWAL() error {
 	wal, err := os.Stat(s.walPath)
 	gone := isFile(s.path, s.file) && (err != nil || !os.SameFile(wal, s.wal))
@@ -395,8 +395,8 @@ func isFile(path string, file os.FileInfo) bool {
 // watch looks for commits of other programs, and whether the write-ahead log is in its place, until the store is closed. (A
 // look at the log before each commit would slow a lone create by a seventh.)
 func (s *store) watch() {
-	last := int64(-1)
-	for ticks := time.Tick(watchInterval); ; {
+	ticks, last := time.Tick(watchInterval), int64(-1)
+	for {
 		var seen int64
 		err := s.watcher.QueryRow("PRAGMA data_version").Scan(&seen)
 		if err != nil || seen != last { // it also differs after commits of this process
