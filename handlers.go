@@ -40,12 +40,12 @@ func (s *server) listPets(r *http.Request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	var header http.Header
+	link := ""
 	if more {
 		query.Set("after", strconv.FormatInt(pets[len(pets)-1].ID, 10))
-		header = http.Header{"Link": {"</v1/pets?" + query.Encode() + `>; rel="next"`}}
+		link = "</v1/pets?" + query.Encode() + `>; rel="next"`
 	}
-	return response{encode(pets), header}, nil
+	return response{encode(pets), link}, nil
 }
 
 // createPet answers POST /v1/pets: it stores the animal that the body describes, and answers with it and its id.

@@ -120,8 +120,7 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 		return err
 	}
 	defer ln.Close()
-	tcp, _ := ln.Addr().(*net.TCPAddr) // nil for a Unix socket
-	if len(k) == 0 && (tcp == nil || !tcp.IP.IsLoopback()) {
+	if tcp, _ := ln.Addr().(*net.TCPAddr); len(k) == 0 && (tcp == nil || !tcp.IP.IsLoopback()) { // nil: a Unix socket
 		return errors.New("set API_KEYS or -keys: without a key the service listens on a loopback address only, such as 127.0.0.1")
 	}
 	scheme := "http://"

@@ -130,8 +130,8 @@ func deprecated(next handler) handler {
 
 // response is a response with status 200 to a GET request.
 type response struct {
-	body   []byte      // JSON
-	header http.Header // to add to that of every response, or nil
+	body []byte // JSON
+	link string // the Link header, "" for none
 }
 
 // cache holds the responses to GET requests since the last change.
@@ -171,7 +171,9 @@ func (s *server) cached(read func(r *http.Request) (response, error)) handler {
 		if err != nil {
 			return err
 		}
-		maps.Copy(c.Header(), resp.header)
+		if resp.link != "" {
+			c.Header().Set("Link", resp.link)
+		}
 		c.send(http.StatusOK, resp.body)
 		return nil
 	}
@@ -231,8 +233,7 @@ func (c *call) finish(r *http.Request) {
 	}
 }
 
-// log writes the log line of a request that has been answered. It makes the record itself because slog.Logger would find the
-// line of the source, a tenth of the time of a GET.
+// log logs an answered request. (slog.Logger would also look up the line of the source: a tenth of the time of a GET.)
 func (c *call) log(r *http.Request) {
 	line := slog.NewRecord(time.Now(), slog.LevelInfo, "request", 0)
 	line.AddAttrs(
