@@ -309,11 +309,11 @@ func TestListPets(t *testing.T) {
 // TestPagingSeesEachAnimalOnce follows the links while animals are added.
 func TestPagingSeesEachAnimalOnce(t *testing.T) {
 	s := parallelService(t)
+	var before, ids []int64
 	for range 120 {
-		s.add("before", 1, "available")
+		before = append(before, s.add("before", 1, "available").ID)
 	}
 	stop := repeat(4, func(int) { s.add("meanwhile", 1, "available") })
-	var ids []int64
 	for target := "/v1/pets?limit=7&status=available"; target != "" && len(ids) < 120; {
 		a := s.do("GET", target, "")
 		for _, p := range decode[[]pet](t, a) {
@@ -322,10 +322,8 @@ func TestPagingSeesEachAnimalOnce(t *testing.T) {
 		target, _, _ = strings.Cut(strings.TrimPrefix(a.header.Get("Link"), "<"), ">")
 	}
 	stop()
-	for i := range max(120, len(ids)) {
-		if i >= len(ids) || ids[i] != int64(i+1) {
-			t.Fatalf("the ids on the pages are %v, want 1, 2, 3, ... 120", ids)
-		}
+	if !slices.Equal(ids[:min(120, len(ids))], before) {
+		t.Errorf("the ids on the pages are %v, want %v", ids, before)
 	}
 }
 
@@ -396,9 +394,7 @@ func TestCreatePetRefusesInvalidBodies(t *testing.T) {
 	} {
 		s.want(s.do("POST", "/v1/pets", body), 400, words)
 	}
-	if a := s.do("GET", "/v1/pets", ""); a.body != "[]\n" {
-		t.Errorf("the animals are %s, want none", a.body)
-	}
+	s.want(s.do("GET", "/v1/pets", ""), 200, "[]\n")
 	exact := rex + strings.Repeat(" ", 64<<10-len(rex))
 	s.want(s.do("POST", "/v1/pets", exact), 201, "")
 	s.want(s.do("POST", "/v1/pets", exact+" "), 413, "65536")
@@ -956,10 +952,12 @@ func TestConnections(t *testing.T) {
 				t.Errorf("%s is %s, want %s", pragma, got, want)
 			}
 		}
-		for i := range len(connections.to[s.db]) - 1 { // the last is the watcher
-			if got := s.pragma(i, "busy_timeout"); got != "5000" {
-				t.Errorf("busy_timeout of connection %d is %s, want 5000", i, got)
-			}
+		timeouts := ""
+		for i := range connections.to[s.db] {
+			timeouts += s.pragma(i, "busy_timeout") + " "
+		}
+		if want := strings.Repeat("5000 ", len(connections.to[s.db])-1) + "0 "; timeouts != want { // the last is the watcher
+			t.Errorf("the busy timeouts are %s, want %s", timeouts, want)
 		}
 	})
 }
@@ -1355,13 +1353,12 @@ func TestMovedLog(t *testing.T) {
 	const saved, replaced, fine = "the animals in it were saved", "another program has replaced", "msg=stopped\n"
 	for steps, words := range map[string]string{ // words are in the log of a program that is stopped
 		"add save add kill":           "",
-		"add save add stop":           saved,
 		"add save back add stop":      fine,
 		"add stop":                    saved,
 		"add save begin commit kill":  "",
 		"add save begin commit stop":  replaced,
+		"add begin save commit stop":  replaced,
 		"begin commit stop":           replaced,
-		"begin wait commit stop":      replaced,
 		"begin post wait commit stop": `key=62af8704 error="the database is unavailable; try again: the database or its write-ahead log was moved`,
 	} {
 		t.Run(steps, func(t *testing.T) {
@@ -1379,8 +1376,6 @@ func TestMovedLog(t *testing.T) {
 			other := connect(t, s.db)
 			try(other.Exec("PRAGMA wal_checkpoint"))(t) // so that other programs can read the database without the log
 			must(t, other.Close())
-			wal := try(os.Open(s.db + "-wal"))(t)
-			defer wal.Close()
 			must(t, os.Rename(s.db+"-wal", s.db+".away"))
 			other = connect(t, s.db)
 			acknowledged, posted := 10, sync.WaitGroup{}
@@ -1395,7 +1390,11 @@ func TestMovedLog(t *testing.T) {
 				case "wait":
 					eventually(t, "the service notices", func() bool { return send("GET", "/healthz") == 503 })
 				case "save":
-					eventually(t, "the log is emptied", func() bool { return try(wal.Stat())(t).Size() == 0 })
+					eventually(t, "all frames of the log are in the database", func() bool {
+						index := try(os.ReadFile(s.db + "-shm"))(t) // see sqlite.org/walformat.html
+						mxFrame, nBackfill := index[16:20], index[96:100]
+						return bytes.Equal(mxFrame, nBackfill)
+					})
 				case "back":
 					must(t, os.Rename(s.db+".away", s.db+"-wal"))
 					eventually(t, "the service notices", func() bool { return send("GET", "/healthz") == 200 })
@@ -1416,7 +1415,7 @@ func TestMovedLog(t *testing.T) {
 			s = openService(t, s.db)
 			s.wantSQL("PRAGMA integrity_check", "ok")
 			s.wantSQL("SELECT count(*) FROM pets", strconv.Itoa(acknowledged))
-			if strings.Contains(steps, "commit") {
+			if strings.Contains(steps, "commit") && !strings.HasPrefix(steps, "add begin") { // SQLite loses that edit
 				s.wantSQL("SELECT count(*) FROM edit", "0")
 			}
 		})
