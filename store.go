@@ -128,7 +128,7 @@ type store struct {
 // openStore opens the database at path, which is absolute. If the file is missing or empty (isNew), it creates the database.
 func openStore(path string) (s *store, isNew bool, err error) {
 	target, err := filepath.EvalSymlinks(path)
-	if _, notThere := os.Lstat(path); err != nil && notThere == nil { // a link that cannot be followed
+	if link, _ := os.Lstat(path); err != nil && link != nil && link.Mode()&os.ModeSymlink != 0 { // which cannot be followed
 		return nil, false, err
 	}
 	walPath := cmp.Or(target, path) + "-wal" // SQLite keeps the log beside the file that a link leads to
