@@ -243,7 +243,7 @@ func (s *store) list(p page) (pets []pet, more bool, err error) {
 
 // create stores p and returns it, with its id, once it is on disk. If the caller has used idempotencyKey, unless it is "", within
 // its lifetime, create returns the first result with replayed true, or errKeyReused if p differs. After errKeyReused or
-// errUnavailable nothing was stored; after another error, p may be. It takes no context: a disconnect must not break a commit.
+// errUnavailable nothing was stored; after another error p may be stored. It takes no context: a disconnect must not break a commit.
 func (s *store) create(who caller, idempotencyKey string, p newPet) (_ pet, replayed bool, err error) {
 	c := &creation{newPet: p, caller: who, idempotencyKey: idempotencyKey}
 	s.joining.Lock()
