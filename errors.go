@@ -1,9 +1,13 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"net/http"
 	"strings"
+
+	"modernc.org/sqlite"
+	sqlite3 "modernc.org/sqlite/lib"
 )
 
 // apiError is an error that is shown to the client: the Error object of the API. Other errors are only logged.
@@ -61,4 +65,41 @@ func (f faults) err() error {
 		f = append(f[:most], fmt.Sprintf("and %d more", more))
 	}
 	return newError(http.StatusBadRequest, "%s", strings.Join(f, "; "))
+}
+
+// dbError wraps err in errUnavailable if it is an error of SQLite that may be temporary and after which nothing is stored.
+func dbError(err error) error {
+	switch sqliteCode(err) {
+	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY:
+		return fmt.Errorf("%w: %w", errUnavailable, err)
+	}
+	return err
+}
+
+// sqliteCode returns the primary result code of an SQLite error, or 0 for any other error.
+func sqliteCode(err error) int {
+	if e, ok := errors.AsType[*sqlite.Error](err); ok {
+		return e.Code() & 0xff
+	}
+	return 0
+}
+
+// explain adds to an error of SQLite what the operator can do.
+func explain(err error) error {
+	hint := ""
+	switch sqliteCode(err) {
+	case sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY:
+		hint = "it must be a file in an existing folder, and this user must be allowed to write to both"
+	case sqlite3.SQLITE_BUSY:
+		hint = "another program is using it"
+	case sqlite3.SQLITE_IOERR:
+		hint = "end all other programs that use it; if there are none, the disk may be failing"
+	case sqlite3.SQLITE_CORRUPT:
+		hint = "it is damaged: put a backup in, with -restore"
+	case sqlite3.SQLITE_NOTADB:
+		hint = "if its header is damaged, move its files elsewhere, and copy a backup into its place"
+	default:
+		return err
+	}
+	return fmt.Errorf("%w: %s", err, hint)
 }

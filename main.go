@@ -37,33 +37,34 @@ func main() {
 func run(ctx context.Context, args []string, lookupEnv func(string) (string, bool), stdout, stderr io.Writer) int {
 	lines := newLogWriter(stderr)
 	defer lines.close()
-	status := 1
+	end := func(status int, what string, err error) int {
+		if err == nil {
+			return 0
+		}
+		fmt.Fprintln(lines, "animalstore:", strings.Join(strings.Fields(what+err.Error()), " ")) // file names may contain line breaks
+		return status
+	}
 	c, err := parseFlags(args, stdout)
 	switch {
 	case errors.Is(err, flag.ErrHelp):
 		return 0
 	case err != nil:
-		status, err = 2, fmt.Errorf("%w (-h shows all settings)", err)
+		return end(2, "", fmt.Errorf("%w (-h shows all settings)", err))
 	case c.version:
 		fmt.Fprintln(stdout, "animalstore", buildVersion())
-	case c.backup != "":
-		if err = backup(ctx, c.db, c.backup); err != nil {
-			err = fmt.Errorf("-backup %q of -db %q: %w", c.backup, c.db, err)
-		}
-	default:
-		err = c.serve(ctx, lookupEnv, slog.New(slog.NewTextHandler(lines, nil)))
-	}
-	if err == nil {
 		return 0
+	case c.backup != "":
+		return end(1, fmt.Sprintf("-backup %q of -db %q: ", c.backup, c.db), backup(ctx, c.db, c.backup))
+	case c.restore != "":
+		return end(1, fmt.Sprintf("-restore %q to -db %q: ", c.restore, c.db), restore(ctx, c.db, c.restore))
 	}
-	fmt.Fprintln(lines, "animalstore:", strings.Join(strings.Fields(err.Error()), " ")) // file names may contain line breaks
-	return status
+	return end(1, "", c.serve(ctx, lookupEnv, slog.New(slog.NewTextHandler(lines, nil))))
 }
 
 // config holds the command-line flags.
 type config struct {
-	addr, db, keysFile, tlsCert, tlsKey, backup string
-	version                                     bool
+	addr, db, keysFile, tlsCert, tlsKey, backup, restore string
+	version                                              bool
 }
 
 // parseFlags parses args and makes the paths of databases absolute. For -h it prints the help and returns flag.ErrHelp.
@@ -76,6 +77,7 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 	flags.StringVar(&c.tlsCert, "tls-cert", "", "serve HTTPS with the certificate chain in `FILE` (PEM)")
 	flags.StringVar(&c.tlsKey, "tls-key", "", "read the private key for -tls-cert from `FILE` (PEM)")
 	flags.StringVar(&c.backup, "backup", "", "write a copy of the database to the new `FILE` and exit")
+	flags.StringVar(&c.restore, "restore", "", "replace all animals with those of the backup `FILE`, even while the service runs, and exit")
 	flags.BoolVar(&c.version, "version", false, "print the version and exit")
 	err = flags.Parse(args)
 	if errors.Is(err, flag.ErrHelp) {
@@ -93,12 +95,15 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 		return c, err
 	case flags.NArg() > 0:
 		return c, fmt.Errorf("unexpected argument %q", flags.Arg(0))
+	case c.backup != "" && c.restore != "":
+		return c, errors.New("-backup and -restore exclude each other")
 	case (c.tlsCert == "") != (c.tlsKey == ""):
 		return c, errors.New("-tls-cert and -tls-key go together: give both or neither")
 	}
-	c.db, err = filepath.Abs(c.db)
-	if err == nil && c.backup != "" {
-		c.backup, err = filepath.Abs(c.backup)
+	for _, file := range []*string{&c.db, &c.backup, &c.restore} {
+		if *file != "" && err == nil {
+			*file, err = filepath.Abs(*file)
+		}
 	}
 	return c, err
 }
@@ -130,7 +135,7 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 			return fmt.Errorf("-tls-cert and -tls-key: %w", err)
 		}
 		scheme = "https://"
-		ln = tls.NewListener(ln, &tls.Config{Certificates: []tls.Certificate{cert}, NextProtos: []string{"http/1.1"}})
+		ln = tls.NewListener(ln, &tls.Config{Certificates: []tls.Certificate{cert}, NextProtos: []string{"http/1.1"}, GetConfigForClient: checkHello})
 	}
 	st, isNew, err := openStore(c.db)
 	if err != nil {
@@ -145,11 +150,20 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 		log.Info("no API key is set: made one for this run", "api_key", key)
 	}
 	log.Info("started", "url", scheme+ln.Addr().String(), "database", c.db, "keys", len(k), "version", buildVersion())
-	err = errors.Join(newServer(st, k, log).serve(ctx, ln), st.close())
+	err = newServer(st, k, log).serve(ctx, ln)
+	err = errors.Join(err, st.close())
 	if err == nil {
 		log.Info("stopped")
 	}
 	return err
+}
+
+// checkHello refuses a TLS handshake that offers more than any real client does: crypto/tls would quote all of it in an error.
+func checkHello(hello *tls.ClientHelloInfo) (*tls.Config, error) {
+	if len(hello.CipherSuites) > 500 || len(hello.SupportedProtos) > 50 {
+		return nil, errors.New("the client offers too many cipher suites or protocols")
+	}
+	return nil, nil
 }
 
 // listen returns the socket that systemd passes (sd_listen_fds(3)), or else a socket that listens on addr.
@@ -157,7 +171,11 @@ func listen(lookupEnv func(string) (string, bool), addr string) (ln net.Listener
 	pid, _ := lookupEnv("LISTEN_PID")
 	count, _ := lookupEnv("LISTEN_FDS")
 	if pid != strconv.Itoa(os.Getpid()) || count == "" || count == "0" {
-		if ln, err = net.Listen("tcp", addr); err != nil {
+		ln, err = net.Listen("tcp", addr)
+		if errors.Is(err, syscall.EAFNOSUPPORT) { // as in a unit with RestrictAddressFamilies=none
+			err = fmt.Errorf("%w: systemd passed no socket; restart the socket unit, too", err)
+		}
+		if err != nil {
 			err = fmt.Errorf("-addr %q: %w", addr, err)
 		}
 		return ln, err

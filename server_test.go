@@ -12,6 +12,7 @@ import (
 	"encoding/json"
 	"encoding/pem"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"log/slog"
@@ -51,6 +52,8 @@ func TestMain(m *testing.M) {
 	}
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP) // otherwise, under nohup(1), the processes would ignore it
 	json.Unmarshal(openAPI, &document)
+	flag.Parse()
+	flag.Set("test.parallel", "8") // most tests wait for processes
 	os.Exit(m.Run())
 }
 
@@ -174,23 +177,38 @@ func decode[T any](t testing.TB, a reply) T {
 	return v
 }
 
-// sqlite3 runs statements as another program would, and returns the first value of the result, if there is one.
-func (s *service) sqlite3(statements string, args ...any) (value string) {
+// sqlite3 runs statements as another program would.
+func (s *service) sqlite3(statements string, args ...any) {
 	s.t.Helper()
 	db := connect(s.t, s.db)
 	defer db.Close()
-	if err := db.QueryRow(statements, args...).Scan(&value); err != nil && err != sql.ErrNoRows {
+	if _, err := db.Exec(statements, args...); err != nil {
 		s.t.Fatalf("%s: %v", statements, err)
 	}
+}
+
+// query returns the value that another program would read.
+func (s *service) query(query string) (value string) {
+	s.t.Helper()
+	db := connect(s.t, s.db)
+	defer db.Close()
+	must(s.t, db.QueryRow(query).Scan(&value))
 	return value
 }
 
-// wantSQL checks the first value of the result of a query.
+// wantSQL checks the value that a query returns.
 func (s *service) wantSQL(query, want string) {
 	s.t.Helper()
-	if got := s.sqlite3(query); got != want {
+	if got := s.query(query); got != want {
 		s.t.Errorf("%s: %s, want %s", query, got, want)
 	}
+}
+
+// addMany adds animals with a name, as another program would.
+func (s *service) addMany(count int, name string) {
+	s.t.Helper()
+	s.sqlite3(`WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)
+		INSERT INTO pets (name, category_id, status) SELECT ?, 1, iif(i % 400 = 0, 'pending', 'sold') FROM n`, count, name)
 }
 
 // connect opens the database as another program would.
@@ -442,10 +460,10 @@ func TestRequests(t *testing.T) {
 		{"GET /v1%2Fpets", "", "", 404, "nothing at this path"},
 		{"GET /v1/pets/%2F", "", "", 404, "nothing at this path"},
 		{"GET //v1/pets", "Authorization:", "", 401, "API key"},
-		{"DELETE /v1/pets", "", "{", 405, "only GET, HEAD, POST"},
-		{"POST /v1/pets/1", "", "{", 405, "only GET, HEAD"},
-		{"POST /healthz", "", "{", 405, "only GET, HEAD"},
-		{"DELETE /openapi.json", "", "{", 405, "only GET, HEAD"},
+		{"DELETE /v1/pets", "", "{", 405, `only GET, HEAD, POST"`},
+		{"POST /v1/pets/1", "", "{", 405, `only GET, HEAD"`},
+		{"POST /healthz", "", "{", 405, `only GET, HEAD"`},
+		{"DELETE /openapi.json", "", "{", 405, `only GET, HEAD"`},
 		{"DELETE /openapi.json", "Authorization:", "", 401, "API key"},
 		{"DELETE /healthz", "Authorization:", "", 401, "API key"},
 		{"DELETE /v1/pets", "Authorization:", "", 401, "API key"},
@@ -538,7 +556,7 @@ func TestIdempotencyKey(t *testing.T) {
 	for _, bad := range []string{"", " a b", " \x7f", " é", " a|Idempotency-Key: a", " " + strings.Repeat("k", 256)} {
 		s.want(s.do("POST", "/v1/pets", rex, strings.Split("Idempotency-Key:"+bad, "|")...), 400, "1 to 255 visible ASCII")
 	}
-	if n := s.sqlite3("SELECT count(*) FROM pets"); n != "5" || first.header.Get("Idempotency-Replayed") != "" {
+	if n := s.query("SELECT count(*) FROM pets"); n != "5" || first.header.Get("Idempotency-Replayed") != "" {
 		t.Errorf("%s animals are stored, want 5; the headers of the first response are %v", n, first.header)
 	}
 }
@@ -553,7 +571,7 @@ func TestIdempotencyKeyIsForgottenAfterADay(t *testing.T) {
 	for i := range 10 {
 		create(i, i+1)
 	}
-	const day = 24 * 60 * 60
+	const day = idempotencyKeyLifetime
 	age(day - 1)
 	create(0, 1)
 	age(-day) // as if the clock had been set back
@@ -577,6 +595,19 @@ func TestPanicInAHandler(t *testing.T) {
 	s.want(s.doRequest(r), 500, `"internal error"`)
 	if !strings.Contains(log.String(), `error="panic: `) || !strings.Contains(log.String(), "animalstore.readBody(") {
 		t.Errorf("no panic with its stack in the log: %s", log.String())
+	}
+	reads := 0
+	handler := s.cached(func(*http.Request) (response, error) {
+		if reads++; reads == 1 {
+			panic("in a read")
+		}
+		return response{body: []byte("[]")}, nil
+	})
+	for _, want := range []int{500, 200, 200} {
+		w := httptest.NewRecorder()
+		if s.answer(w, httptest.NewRequest("GET", "/v1/pets", nil), handler); w.Code != want {
+			t.Errorf("a read that panics once = %d, want %d", w.Code, want)
+		}
 	}
 }
 
@@ -672,7 +703,8 @@ func TestStop(t *testing.T) {
 					}
 				}()
 				go func() {
-					if a, closes := s.received(conn, "GET", "/x"); a.status != c.status || !closes {
+					method, _, _ := strings.Cut(c.sent, " ")
+					if a, closes := s.received(conn, method, "/v1/pets"); a.status != c.status || !closes {
 						t.Errorf("%s = %d %s, Connection: close %v", what, a.status, a.body, closes)
 					}
 				}()
@@ -1002,9 +1034,8 @@ func TestOddNamesOfDatabases(t *testing.T) {
 // TestQueriesReadFewPages counts the pages that SQLite looks at. In this database, a scan or a sort looks at hundreds.
 func TestQueriesReadFewPages(t *testing.T) {
 	withFakeClock(t, func(t *testing.T, s *service) {
-		s.sqlite3(`WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 20000)
-			INSERT INTO pets (name, category_id, status) SELECT printf('%.200c', 'x'), 1, iif(i % 400 = 0, 'pending', 'sold') FROM n;
-			INSERT INTO idempotency_keys SELECT zeroblob(32), id, 1, id, name, category_id, status FROM pets`)
+		s.addMany(20000, strings.Repeat("x", 200))
+		s.sqlite3("INSERT INTO idempotency_keys SELECT zeroblob(32), id, 1, id, name, category_id, status FROM pets")
 		pages := func() (n int) {
 			synctest.Wait() // until all connections are idle
 			connections.Lock()
@@ -1091,7 +1122,7 @@ func TestDatabaseThatCannotBeWritten(t *testing.T) {
 	try(connections.to[s.db][0].ExecContext(t.Context(), "BEGIN", nil))(t)
 	s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable")
 	s.add("Rex", 7, "sold")
-	before := s.sqlite3("SELECT max(id) FROM pets")
+	before := s.query("SELECT max(id) FROM pets")
 	s.sqlite3(`CREATE TRIGGER refuse BEFORE INSERT ON idempotency_keys BEGIN SELECT RAISE(ABORT, 'refused'); END;
 		CREATE TABLE child (parent REFERENCES pets DEFERRABLE INITIALLY DEFERRED);
 		CREATE TRIGGER orphan BEFORE INSERT ON pets WHEN new.name = 'orphan' BEGIN INSERT INTO child VALUES (0); END`)
@@ -1100,8 +1131,42 @@ func TestDatabaseThatCannotBeWritten(t *testing.T) {
 	s.want(s.do("POST", "/v1/pets", `{"name":"orphan","categoryId":7}`), 500, "internal") // COMMIT fails
 	s.wantSQL("SELECT max(id) FROM pets", before)                                         // neither create has stored anything
 	s.add("Rex", 7, "sold")
+	s.sqlite3("CREATE TRIGGER leave_out BEFORE INSERT ON pets WHEN new.name = 'left out' BEGIN SELECT RAISE(IGNORE); END")
+	s.want(s.do("POST", "/v1/pets", `{"name":"left out","categoryId":7}`), 500, "internal")
 	s.sqlite3("ALTER TABLE idempotency_keys RENAME TO hidden")
 	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k"), 500, "internal")
+}
+
+// TestFailingDisk lets writes of the program fail, after which it cannot know what is stored, and then those of a backup and a restore.
+func TestFailingDisk(t *testing.T) {
+	t.Parallel()
+	const limited = `trap "" XFSZ; ulimit -f 100; ` + execSelf // the size of files, to less than that of the write-ahead log
+	s := newService(t)
+	s.addMany(200, strings.Repeat("x", 255))
+	s.sqlite3("VACUUM INTO ?", s.db+".other")
+	s.add("Rex", 7, "sold")
+	must(t, s.close())
+	p := startProcess(t, command(t, limited, "-db", s.db))
+	status, added := 201, -1
+	for ; status == 201; added++ {
+		status, _, _ = fetch(http.DefaultClient, "POST", p.url+"/v1/pets", rex)
+	}
+	if _, log := p.stop(syscall.SIGKILL); status != 500 || !strings.Contains(log, "disk I/O error") {
+		t.Errorf("POST /v1/pets = %d, want 500; log %s", status, log)
+	}
+	copies := t.TempDir()
+	for _, args := range [][]string{{"-backup", filepath.Join(copies, "copy")}, {"-restore", s.db + ".other"}} {
+		cmd := command(t, limited, append([]string{"-db", s.db}, args...)...)
+		if out, err := cmd.CombinedOutput(); err == nil || !strings.Contains(string(out), "disk I/O error") {
+			t.Errorf("%s: %v %s", args, err, out)
+		}
+	}
+	if left := snapshot(t, copies); left != "" {
+		t.Errorf("the backup has left %s", left)
+	}
+	s = openService(t, s.db)
+	s.wantSQL("PRAGMA integrity_check", "ok")
+	s.wantSQL("SELECT count(*) FROM pets", strconv.Itoa(201+added))
 }
 
 // TestMovedDatabase moves the database away, and puts a file in its place that nobody may take for the database, or none.
@@ -1162,47 +1227,6 @@ func TestMovedDatabase(t *testing.T) {
 	}
 }
 
-// TestStopAfterAMove stops a service whose database was moved. What its log holds must not be lost or get into another database.
-func TestStopAfterAMove(t *testing.T) {
-	t.Parallel()
-	const replaced, moved, read = "replaced", "moved", "moved while another program reads" // so that the log cannot be emptied
-	for _, what := range []string{replaced, moved, read} {
-		t.Run(what, func(t *testing.T) {
-			s := parallelService(t)
-			s.sqlite3("VACUUM INTO ?", s.db+".other")
-			s.add("first", 1, "sold")
-			reader := connect(t, s.db)
-			if what == read {
-				try(reader.Exec("BEGIN; SELECT * FROM pets"))(t)
-			}
-			s.add("second", 1, "sold")
-			must(t, os.Rename(s.db, s.db+".moved"))
-			if what == replaced {
-				must(t, os.Rename(s.db+".other", s.db))
-			}
-			err := s.close()
-			s.close = func() error { return nil }
-			if what != read {
-				must(t, err)
-			} else if err == nil || !strings.Contains(err.Error(), strconv.Quote(s.db+"-wal")+", was moved, deleted or replaced, and the log holds animals") {
-				t.Errorf("close returned %v", err)
-			} else {
-				if _, _, err := openStore(s.db); err == nil || !strings.Contains(err.Error(), "put that database back") {
-					t.Errorf("a start returned %v", err)
-				}
-				must(t, reader.Close())
-				must(t, os.Rename(s.db+"-wal", s.db+".moved-wal"))
-			}
-			openService(t, s.db).add("last", 1, "sold")
-			for file, want := range map[string]string{s.db: "last", s.db + ".moved": "first second"} {
-				s := openService(t, file)
-				s.wantSQL("SELECT group_concat(name, ' ') FROM pets", want)
-				s.wantSQL("PRAGMA integrity_check", "ok")
-			}
-		})
-	}
-}
-
 func TestAnimalsOutliveTheProcess(t *testing.T) {
 	s := parallelService(t)
 	s.add("Rex", 7, "sold")
@@ -1246,6 +1270,27 @@ func command(t testing.TB, shell string, args ...string) *exec.Cmd {
 // startProcess starts the program, and reads its log until it serves.
 func startProcess(t testing.TB, cmd *exec.Cmd) *process {
 	t.Helper()
+	p := spawn(t, cmd)
+	p.url = p.read(`msg=started url=(\S+)`)[1]
+	return p
+}
+
+// startUntilOpen starts the program with args, and waits until it has opened a file.
+func startUntilOpen(t testing.TB, file string, args ...string) *process {
+	t.Helper()
+	p := spawn(t, command(t, execSelf, args...))
+	eventually(t, "the program opens "+file, func() bool {
+		descriptors, _ := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", p.cmd.Process.Pid))
+		return slices.ContainsFunc(descriptors, func(fd string) bool {
+			name, _ := os.Readlink(fd)
+			return name == file
+		})
+	})
+	return p
+}
+
+func spawn(t testing.TB, cmd *exec.Cmd) *process {
+	t.Helper()
 	r, w, err := os.Pipe()
 	must(t, err)
 	p := &process{t: t, cmd: cmd, stderr: r, log: bufio.NewScanner(r)}
@@ -1257,7 +1302,6 @@ func startProcess(t testing.TB, cmd *exec.Cmd) *process {
 		cmd.Wait()
 		r.Close()
 	})
-	p.url = p.read(`msg=started url=(\S+)`)[1]
 	return p
 }
 
@@ -1319,6 +1363,9 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 			}
 			return nil
 		}
+		if wal := try(os.Stat(db + "-wal"))(t); wal.Size() > 0 {
+			t.Errorf("round %d: %d bytes of the log were not saved by the start", round, wal.Size())
+		}
 		for i := range sent.Load() { // repeats all earlier creates, acknowledged or not
 			must(t, add(i))
 		}
@@ -1347,77 +1394,208 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 	s.wantSQL("SELECT count(*) FROM (SELECT 1 FROM pets GROUP BY name HAVING count(*) > 1)", "0")
 }
 
-// TestMovedLog moves the write-ahead log of a running program away, and then takes some steps.
-func TestMovedLog(t *testing.T) {
+// TestMovedFiles moves, deletes and replaces the files of a running program, which must not lose what it has acknowledged. A step
+// is an action of movedFiles or a shell command in the folder of the database.
+func TestMovedFiles(t *testing.T) {
 	t.Parallel()
-	const saved, replaced, fine = "the animals in it were saved", "another program has replaced", "msg=stopped\n"
-	for steps, words := range map[string]string{ // words are in the log of a program that is stopped
-		"add save add kill":           "",
-		"add save back add stop":      fine,
-		"add stop":                    saved,
-		"add save begin commit kill":  "",
-		"add save begin commit stop":  replaced,
-		"add begin save commit stop":  replaced,
-		"begin commit stop":           replaced,
-		"begin post wait commit stop": `key=62af8704 error="the database is unavailable; try again: the database or its write-ahead log was moved`,
+	const (
+		fine     = "msg=stopped"
+		inPlace  = "the animals in it were saved in the database"
+		copied   = "all animals were saved in"
+		replaced = "another program has replaced"
+		choose   = "stop; refused; mv animals.db.saved animals.db; start"
+	)
+	for _, c := range []struct{ steps, log string }{ // log is what the first stop must log
+		{"mv animals.db-wal away; add; saved; add; kill; start", ""},
+		{"mv animals.db-wal away; add; saved; mv away animals.db-wal; healthy; add; stop; start", fine},
+		{"mv animals.db-wal away; add; stop; start", inPlace},
+		{"mv animals.db-wal away; add; saved; begin; commit; kill; start", ""},
+		{"mv animals.db-wal away; add; saved; begin; commit; stop; start", replaced},
+		{"mv animals.db-wal away; add; begin; saved; commit; stop; start", replaced},
+		{"mv animals.db-wal away; begin; commit; noticed; mv away animals.db-wal; adds; stop; start", replaced},
+		{"mv animals.db-wal away; begin; post; unhealthy; commit; stop; start", `key=62af8704 error="the database is unavailable`},
+		{"begin; add; rm animals.db-wal; unhealthy; commit; stop; start", inPlace},
+		{"read; add; rm animals.db-wal; stop; refused; end; mv animals.db.saved animals.db; start", copied},
+		{"rm animals.db; stop; start", copied},
+		{"rm animals.db*; unhealthy; add; stop; start", copied},
+		{`rm -r "$PWD"; stop; start`, copied},
+		{"mv animals.db moved; stop; ls -l animals.db | grep -q ^-rw-r-----; start", copied},
+		{"read; add; mv animals.db moved; stop; start; add; kill; start", copied},
+		{"idle; mv animals.db moved; stop; start; add; edit; add; kill; start", copied},
+		{"cp animals.db there; rm animals.db; unhealthy; mv there animals.db; " + choose, copied},
+		{"copy; mv other animals.db; " + choose, copied},
+		{"copy; read; add; mv other animals.db; " + choose, copied},
+		{"copy; mv other animals.db; stop; refused; restore; rm animals.db.saved; start", copied},
+		{"second; rm animals.db; stop; kill second; start", copied},
+		{"second; copy; mv other animals.db; stop; kill second; refused; restore; rm animals.db.saved; start", copied},
+		{"mkdir data; mv animals.db data; ln -s data/animals.db .; unhealthy; add; kill; start", ""},
+		{"mkdir data; mv animals.db data; ln -s data/animals.db .; stop; start", inPlace},
+		{"mkdir data; mv animals.db* data; ln -s data/animals.db .; healthy; add; stop; start", fine},
+		{"limit; mv animals.db moved; stop; refused; mv moved animals.db; rm animals.db.saved; start", "no copy could be saved: disk I/O error"},
 	} {
-		t.Run(steps, func(t *testing.T) {
+		t.Run(c.steps, func(t *testing.T) {
 			t.Parallel()
-			s := &service{t: t, db: filepath.Join(t.TempDir(), "animals.db")}
-			p := startProcess(t, command(t, execSelf, "-db", s.db))
-			send := func(method, target string) int {
-				status, _, err := fetch(http.DefaultClient, method, p.url+target, rex)
-				must(t, err)
-				return status
-			}
+			m := &movedFiles{service: &service{t: t, db: filepath.Join(t.TempDir(), "db", "animals.db")}, log: c.log}
+			must(t, os.Mkdir(filepath.Dir(m.db), 0o700))
+			m.start("umask 027; " + execSelf)
 			for range 10 {
-				send("POST", "/v1/pets")
+				m.add()
 			}
-			other := connect(t, s.db)
-			try(other.Exec("PRAGMA wal_checkpoint"))(t) // so that other programs can read the database without the log
-			must(t, other.Close())
-			must(t, os.Rename(s.db+"-wal", s.db+".away"))
-			other = connect(t, s.db)
-			acknowledged, posted := 10, sync.WaitGroup{}
-			for _, step := range strings.Fields(steps) {
-				switch step {
-				case "add":
-					if send("POST", "/v1/pets") == 201 {
-						acknowledged++
-					}
-				case "post": // until the other program commits
-					posted.Go(func() { send("POST", "/v1/pets") })
-				case "wait":
-					eventually(t, "the service notices", func() bool { return send("GET", "/healthz") == 503 })
-				case "save":
-					eventually(t, "all frames of the log are in the database", func() bool {
-						index := try(os.ReadFile(s.db + "-shm"))(t) // see sqlite.org/walformat.html
-						mxFrame, nBackfill := index[16:20], index[96:100]
-						return bytes.Equal(mxFrame, nBackfill)
-					})
-				case "back":
-					must(t, os.Rename(s.db+".away", s.db+"-wal"))
-					eventually(t, "the service notices", func() bool { return send("GET", "/healthz") == 200 })
-				case "begin":
-					try(other.Exec("BEGIN IMMEDIATE; CREATE TABLE edit (x)"))(t)
-				case "commit":
-					try(other.Exec("COMMIT"))(t)
-					must(t, other.Close())
-				case "kill":
-					p.stop(syscall.SIGKILL)
-				case "stop":
-					posted.Wait()
-					if status, log := p.stop(syscall.SIGTERM); (status == 0) != (words == fine) || !strings.Contains(log, words) {
-						t.Errorf("exit status %d, log %s; want %q", status, log, words)
-					}
-				}
+			m.otherRuns("PRAGMA wal_checkpoint") // so that other programs can read the database without the log
+			m.add()
+			must(t, m.other.Close())
+			m.other = nil
+			for _, step := range strings.Split(c.steps, "; ") {
+				m.do(step)
 			}
-			s = openService(t, s.db)
+			m.program.stop(syscall.SIGKILL)
+			s := openService(t, m.db)
 			s.wantSQL("PRAGMA integrity_check", "ok")
-			s.wantSQL("SELECT count(*) FROM pets", strconv.Itoa(acknowledged))
-			if strings.Contains(steps, "commit") && !strings.HasPrefix(steps, "add begin") { // SQLite loses that edit
+			s.wantSQL("SELECT count(*) FROM pets", strconv.Itoa(m.added))
+			if strings.Contains(c.steps, "begin; commit; kill") {
 				s.wantSQL("SELECT count(*) FROM edit", "0")
 			}
+		})
+	}
+}
+
+// movedFiles is a running program whose database files the steps of TestMovedFiles move.
+type movedFiles struct {
+	*service        // without a server
+	program, second *process
+	other           *sql.DB // a connection of another program
+	posted          sync.WaitGroup
+	added           int    // animals that the program has acknowledged
+	log             string // what the first stop must log
+}
+
+func (m *movedFiles) start(shell string) {
+	m.program = startProcess(m.t, command(m.t, shell, "-db", m.db))
+}
+
+func (m *movedFiles) send(method, target string) int {
+	status, _, err := fetch(http.DefaultClient, method, m.program.url+target, rex)
+	must(m.t, err)
+	return status
+}
+
+func (m *movedFiles) add() {
+	if m.send("POST", "/v1/pets") == 201 {
+		m.added++
+	}
+}
+
+// run runs the program for a command, and checks its exit status and its output.
+func (m *movedFiles) run(status int, words string, args ...string) {
+	m.t.Helper()
+	cmd := command(m.t, execSelf, append([]string{"-db", m.db}, args...)...)
+	out, _ := cmd.CombinedOutput()
+	if got := cmd.ProcessState.ExitCode(); got != status || !strings.Contains(string(out), words) {
+		m.t.Errorf("%q: exit status %d, output %s; want %d, %s", args, got, out, status, words)
+	}
+}
+
+// otherRuns runs statements on a connection of another program, which stays open.
+func (m *movedFiles) otherRuns(statements string) {
+	if m.other == nil {
+		m.other = connect(m.t, m.db)
+	}
+	try(m.other.Exec(statements))(m.t)
+}
+
+func (m *movedFiles) do(step string) {
+	m.t.Helper()
+	switch step {
+	case "add":
+		m.add()
+	case "post": // until the other program commits
+		m.posted.Go(func() { m.send("POST", "/v1/pets") })
+	case "healthy", "unhealthy":
+		eventually(m.t, "the program is "+step, func() bool { return (m.send("GET", "/healthz") == 200) == (step == "healthy") })
+	case "noticed": // that another program has begun a new log
+		eventually(m.t, "the program notices", func() bool {
+			m.send("GET", "/healthz")
+			return strings.Contains(m.program.read("path=/healthz.*")[0], "has replaced")
+		})
+	case "adds": // until the program has looked at the log
+		for start := time.Now(); time.Since(start) < 2*watchInterval; {
+			m.add()
+		}
+	case "saved":
+		start := time.Now()
+		eventually(m.t, "all frames of the log are in the database", func() bool {
+			// See sqlite.org/walformat.html. To read this file here would drop the locks of this process.
+			index := try(exec.Command("cat", m.db+"-shm").Output())(m.t)
+			mxFrame, nBackfill := index[16:20], index[96:100]
+			return bytes.Equal(mxFrame, nBackfill)
+		})
+		if took := time.Since(start); took > busyTimeout/2 {
+			m.t.Errorf("the animals were saved after %v; this must not wait for a lock", took)
+		}
+	case "begin":
+		m.otherRuns("BEGIN IMMEDIATE; CREATE TABLE edit (x)")
+	case "commit":
+		m.otherRuns("COMMIT")
+		must(m.t, m.other.Close())
+	case "end":
+		must(m.t, m.other.Close())
+	case "read":
+		m.otherRuns("BEGIN; SELECT * FROM pets")
+	case "idle":
+		m.otherRuns("SELECT * FROM pets")
+	case "edit":
+		m.otherRuns("INSERT INTO pets (name, category_id) VALUES ('into the moved file', 1)")
+	case "copy":
+		m.sqlite3("VACUUM INTO ?", filepath.Join(filepath.Dir(m.db), "other"))
+	case "start":
+		m.start(execSelf)
+	case "limit": // the size of files, to less than that of the copy
+		m.addMany(99, strings.Repeat("x", 255))
+		m.added += 99
+		m.program.stop(syscall.SIGTERM)
+		m.start(`trap "" XFSZ; ulimit -f 80; ` + execSelf)
+	case "second":
+		m.second = startProcess(m.t, command(m.t, execSelf, "-db", m.db))
+	case "refused":
+		m.run(1, "animals.db.saved")
+	case "restore":
+		m.run(0, "", "-restore", m.db+".saved")
+	case "kill second":
+		m.second.stop(syscall.SIGKILL)
+	case "kill":
+		m.program.stop(syscall.SIGKILL)
+	case "stop":
+		m.posted.Wait()
+		status, log := m.program.stop(syscall.SIGTERM)
+		if (status == 0) != (m.log == "msg=stopped") || !regexp.MustCompile(m.log).MatchString(log) {
+			m.t.Errorf("exit status %d, log %s; want %s", status, log, m.log)
+		}
+	default:
+		cmd := exec.Command("sh", "-c", step)
+		cmd.Dir = filepath.Dir(m.db)
+		if out, err := cmd.CombinedOutput(); err != nil {
+			m.t.Fatalf("%s: %v %s", step, err, out)
+		}
+	}
+}
+
+// TestFilesMovedDuringAStart replaces the database, or deletes its log, while a start waits for another program's lock.
+func TestFilesMovedDuringAStart(t *testing.T) {
+	t.Parallel()
+	for _, slip := range []string{"mv other animals.db", "rm animals.db-wal"} {
+		t.Run(slip, func(t *testing.T) {
+			t.Parallel()
+			m := &movedFiles{service: newService(t)}
+			m.sqlite3("INSERT INTO pets (name, category_id) VALUES ('Rex', 7)")
+			m.do("copy")
+			m.do("begin")
+			start := startUntilOpen(t, m.db+"-wal", "-db", m.db)
+			m.do(slip)
+			m.do("commit")
+			if status, output := start.stop(); status != 1 || !strings.Contains(output, "during the start") {
+				t.Errorf("exit status %d, %s", status, output)
+			}
+			m.close = func() error { return nil }
 		})
 	}
 }
@@ -1436,7 +1614,7 @@ func TestPanicInTheStore(t *testing.T) {
 		if status, body, err := fetch(http.DefaultClient, method, p.url+target, rex); err == nil {
 			t.Fatalf("%s = %d %s, want no response", request, status, body)
 		}
-		if status, log := p.stop(); status != 2 || !strings.Contains(log, "panic: ") {
+		if status, log := p.stop(); status != 2 || !strings.Contains(log, "panic: ") || !strings.Contains(log, "(*store)") {
 			t.Errorf("after %s: exit status %d, log %s", request, status, log)
 		}
 	}
@@ -1596,6 +1774,9 @@ func TestLog(t *testing.T) {
 			{long + "x", "/" + long, "", 404, " method=" + long + " path=/" + long[1:] + " status=404 ", ""},
 			{"GET", "/v1/pets", "", 500, `level=ERROR|no such animal`, ""},
 			{"GET", "/healthz", "", 503, `level=ERROR|no such animal`, ""},
+			{"GET", "/v1/pets", "", 500, "", ""}, // more failing reads than there are connections
+			{"GET", "/v1/pets", "", 500, "", ""},
+			{"GET", "/v1/pets", "", 500, "", ""},
 		} {
 			log.Reset()
 			a := s.do(c.method, c.target, "", strings.Split(c.headers, "|")...)
@@ -1677,7 +1858,9 @@ func TestLogWriter(t *testing.T) {
 func TestStalledLogStopsNothing(t *testing.T) {
 	t.Parallel()
 	for _, closed := range []bool{false, true} {
-		p := startProcess(t, command(t, execSelf))
+		s := newService(t)
+		must(t, s.close())
+		p := startProcess(t, command(t, execSelf, "-db", s.db))
 		if closed {
 			p.stderr.Close()
 		}
@@ -1690,10 +1873,17 @@ func TestStalledLogStopsNothing(t *testing.T) {
 		if status, body, err := fetch(http.DefaultClient, "POST", p.url+"/v1/pets", rex); status != 201 {
 			t.Errorf("POST /v1/pets = %d %s %v", status, body, err)
 		}
-		p.cmd.Process.Signal(syscall.SIGTERM)
+		want := 0
+		if closed {
+			p.cmd.Process.Signal(syscall.SIGTERM)
+		} else { // a panic must end the program, although nobody reads the stack
+			want = 2
+			s.sqlite3("CREATE TRIGGER broken BEFORE INSERT ON pets BEGIN SELECT call('no function'); END")
+			fetch(http.DefaultClient, "POST", p.url+"/v1/pets", rex)
+		}
 		p.cmd.Wait()
-		if status := p.cmd.ProcessState.ExitCode(); status != 0 {
-			t.Errorf("exit status %d", status)
+		if status := p.cmd.ProcessState.ExitCode(); status != want {
+			t.Errorf("exit status %d, want %d", status, want)
 		}
 	}
 }
@@ -1744,6 +1934,27 @@ func TestTLS(t *testing.T) {
 	if _, err := transport.RoundTrip(r); err == nil {
 		t.Error("TLS 1.1 is accepted")
 	}
+	// A handshake that offers more than any real client does must not be repeated in the log.
+	long := strings.Repeat("p", 250)
+	config := &tls.Config{InsecureSkipVerify: true, NextProtos: slices.Repeat([]string{long}, 51)}
+	hello := append([]byte("\x16\x03\x01\x04\x15\x01\x00\x04\x11\x03\x03"+long[:32]+"\x00\x03\xea"), bytes.Repeat([]byte{0x0b, 0xad}, 501)...)
+	for i := range 2 {
+		conn := try(net.Dial("tcp", r.Host))(t)
+		defer conn.Close()
+		if i == 0 {
+			tls.Client(conn, config).Handshake()
+		} else {
+			conn.Write(append(hello, 1, 0))
+		}
+		if line := p.read("TLS handshake error.*: the client .*|TLS handshake error.*" + long)[0]; !strings.Contains(line, "too many cipher suites") {
+			t.Errorf("the log has %.2000s", line)
+		}
+	}
+	config.NextProtos = config.NextProtos[:50]
+	tls.Client(try(net.Dial("tcp", r.Host))(t), config).Handshake()
+	if line := p.read("TLS handshake error.*unsupported application protocols.*")[0]; len(line) > 1500 {
+		t.Errorf("the log has a line of %d bytes", len(line))
+	}
 	if status, log := p.stop(syscall.SIGTERM); status != 0 || !strings.Contains(log, `level=WARN msg="http: TLS handshake error`) {
 		t.Errorf("status %d, log %s", status, log)
 	}
@@ -1773,6 +1984,10 @@ func TestSettings(t *testing.T) {
 	file("emptied-wal", "some log")
 	must(t, os.Symlink(emptied, linked))
 	newer, fine, readOnly := ours("newer", "PRAGMA user_version = 2"), ours("fine", ""), ours("read-only", "")
+	damaged := ours("damaged", "INSERT INTO pets (name, category_id) VALUES ('x', 1)")
+	must(t, exec.Command("sh", "-c", `printf y | dd of="$0" bs=1 seek=16383 conv=notrunc`, damaged).Run()) // in the index
+	stopped := ours("stopped", "")
+	file("stopped.saved", "")
 	must(t, exec.Command("sh", "-c", `printf '\3' | dd of="$0" bs=1 seek=18 conv=notrunc`, readOnly).Run()) // to a format that SQLite only reads
 	type args []string
 	for _, c := range []struct {
@@ -1801,22 +2016,43 @@ func TestSettings(t *testing.T) {
 		{args{"-keys", file("comments", "# none\n\n  \r\n")}, "", 1, "contain no API key"},
 		{args{"-keys", file("listed", "one,secret")}, "API_KEYS=k", 1, `listed", line 1: an API key must`},
 		{args{"-addr", ":0", "-db", dir}, "API_KEYS=k", 1, `-db "` + dir + `": unable to open database file`},
-		{args{"-db", dangling}, "API_KEYS=k", 1, `dangling": lstat ` + none + ": no such file"},
-		{args{"-db", loop}, "API_KEYS=k", 1, `loop": EvalSymlinks: too many links`},
+		{args{"-db", dangling}, "API_KEYS=k", 1, `dangling: no such file`},
+		{args{"-db", loop}, "API_KEYS=k", 1, `loop: too many levels of symbolic links`},
+		{args{"-db", stopped}, "API_KEYS=k", 1, `stopped.saved" was saved by a stop`},
 		{args{"-db", none + "/animals.db"}, "API_KEYS=k", 1, "in an existing folder"},
 		{args{"-keys", none + "/a\nb"}, "", 1, `none/a\nb": open ` + none + "/a b: no such"},
 		{args{"-db", moved}, "API_KEYS=k", 1, `moved-wal" is the write-ahead log of one`},
 		{args{"-db", linked}, "API_KEYS=k", 1, `emptied-wal" is the write-ahead log of one`},
 		{args{"-db", ours("dump", "PRAGMA application_id = 0")}, "API_KEYS=k", 1, "its application_id is not 1348826227"},
-		{args{"-db", file("text", "some text")}, "API_KEYS=k", 1, "If it is damaged, restore a backup"},
+		{args{"-db", file("text", "some text")}, "API_KEYS=k", 1, "file is not a database (26): if its header is damaged, move its files"},
 		{args{"-db", file("short-text", "ab")}, "API_KEYS=k", 1, "file is not a database"},
 		{args{"-db", foreign("foreign-wal", "PRAGMA journal_mode = WAL; CREATE TABLE t (x)")}, "API_KEYS=k", 1, "not a database of this service"},
 		{args{"-db", foreign("versioned", "PRAGMA user_version = 1")}, "API_KEYS=k", 1, "not a database of this service"},
 		{args{"-db", foreign("marked", "PRAGMA application_id = 7")}, "API_KEYS=k", 1, "not a database of this service"},
 		{args{"-db", newer}, "API_KEYS=k", 1, "a newer version"},
 		{args{"-db", newer, "-backup", none}, "", 1, "a newer version"},
-		{args{"-backup", none}, "", 1, "unable to open database file"},
-		{args{"-db", emptied, "-backup", none}, "", 1, "not a database of this service"},
+		{args{"-backup", none}, "", 1, "no such file"},
+		{args{"-db", emptied, "-backup", none}, "", 1, "not a database of this service, but empty"},
+		{args{"-db", fine, "-backup", fine + ".saved"}, "", 1, "choose another one"},
+		{args{"-db", fine, "-backup", strings.TrimSuffix(file("stale-wal", ""), "-wal")}, "", 1, `stale-wal" exists already`},
+		{args{"-backup", fine, "-restore", fine}, "", 2, "exclude each other"},
+		{args{"-restore", ""}, "", 2, "-restore must not be empty"},
+		{args{"-restore", fine}, "", 1, `new.db: no such file`},
+		{args{"-db", fine, "-restore", none}, "", 1, `none: no such file`},
+		{args{"-db", fine, "-restore", dir}, "", 1, "not a regular file"},
+		{args{"-db", emptied, "-restore", fine}, "", 1, "not a database of this service, but empty"},
+		{args{"-db", foreign("theirs", "CREATE TABLE t (x)"), "-restore", fine}, "", 1, ": not a database of this service"},
+		{args{"-db", filepath.Join(dir, "text"), "-restore", fine}, "", 1, "if its header is damaged, move its files"},
+		{args{"-db", fine, "-restore", filepath.Join(dir, "theirs")}, "", 1, "the backup cannot be used: not a database of this service"},
+		{args{"-db", fine, "-restore", newer}, "", 1, "the backup cannot be used: a newer version"},
+		{args{"-db", fine, "-restore", damaged}, "", 1, "the backup cannot be used: "},
+		{args{"-db", fine, "-restore", foreign("empty", "VACUUM")}, "", 1, "the backup cannot be used: "},
+		{args{"-db", fine, "-restore", ours("no-pets", "DROP TABLE pets")}, "", 1, "no such table: pets"},
+		{args{"-db", fine, "-restore", ours("column", "ALTER TABLE idempotency_keys RENAME COLUMN key TO k")}, "", 1, "no such column: key"},
+		{args{"-db", fine, "-restore", ours("view", "ALTER TABLE pets RENAME TO p; CREATE VIEW pets AS SELECT * FROM p")}, "", 1, "it is a view"},
+		{args{"-db", fine, "-restore", ours("rule", "PRAGMA ignore_check_constraints = ON; INSERT INTO pets VALUES (1, 'x', 1, 'lost')")}, "", 1, "breaks a rule"},
+		{args{"-db", fine, "-restore", ours("pages", "PRAGMA journal_mode = DELETE; PRAGMA page_size = 8192; VACUUM")}, "", 1, "pages of 8192 bytes, and the database of 4096"},
+		{args{"-db", fine, "-restore", foreign("encoding", "PRAGMA encoding = 'UTF-16le'; "+schema)}, "", 1, "its text encoding is UTF-16le"},
 		{args{"-db", readOnly}, "API_KEYS=k", 1, "attempt to write a readonly database"},
 		{args{"-db", fine, "-backup", dangling}, "", 1, "exists already"},
 		{args{"-db", fine, "-backup", none + "/copy"}, "", 1, `none/copy.`},
@@ -1872,7 +2108,7 @@ func TestBackup(t *testing.T) {
 	}
 	restored := openService(t, filepath.Join(dir, "copy.db"))
 	restored.wantSQL("PRAGMA journal_mode", "wal")
-	copied := restored.sqlite3("SELECT max(id) FROM pets")
+	copied := restored.query("SELECT max(id) FROM pets")
 	restored.want(restored.do("GET", "/v1/pets?after=99&limit=1", ""), 200, `"id":100,"name":"before"`)
 	if p := restored.add("after", 1, "sold"); fmt.Sprint(p.ID-1) != copied {
 		t.Errorf("the last id in the backup is %s, and the next is %d", copied, p.ID)
@@ -1896,6 +2132,86 @@ func TestFailedBackupLeavesNothing(t *testing.T) {
 		if after := snapshot(t, filepath.Dir(s.db)); after != before {
 			t.Errorf("after the %s backup the files are\n%s", what, after)
 		}
+	}
+}
+
+// TestRestoreUnderLoad replaces 300 animals while clients add others and list all. No page may have a mixture.
+func TestRestoreUnderLoad(t *testing.T) {
+	s := parallelService(t)
+	s.addMany(300, "from the backup")
+	must(t, backup(t.Context(), s.db, s.db+".copy"))
+	stop := repeat(4, func(i int) {
+		s.add("meanwhile", 1, "sold")
+		body := s.do("GET", fmt.Sprint("/v1/pets?limit=100&after=", 50*i), "").body
+		if backup, edited := strings.Count(body, "from the backup"), strings.Count(body, "edited"); backup+edited != 100 || backup*edited != 0 {
+			t.Errorf("%d animals on one page are from the backup, and %d are edited", backup, edited)
+		}
+	})
+	for range 3 {
+		s.sqlite3("UPDATE pets SET name = 'edited' WHERE id <= 300")
+		eventually(t, "the edit shows", func() bool { return strings.Contains(s.do("GET", "/v1/pets", "").body, "edited") })
+		m := &movedFiles{service: s}
+		m.run(0, "", "-restore", s.db+".copy")
+		eventually(t, "the backup shows", func() bool { return strings.Contains(s.do("GET", "/v1/pets", "").body, "backup") })
+	}
+	stop()
+	(&movedFiles{service: s}).run(0, "", "-restore", s.db+".copy")
+	s.wantSQL("SELECT count(*) FROM pets", "300")
+	s.wantSQL("SELECT max(seq) FROM sqlite_sequence", "300")
+	if wal := try(os.Stat(s.db + "-wal"))(t); wal.Size() > 0 {
+		t.Errorf("the restore has left %d bytes in the write-ahead log", wal.Size())
+	}
+}
+
+// TestRestoreThatIsEnded interrupts a restore that waits for a lock, and kills others that have begun to write.
+func TestRestoreThatIsEnded(t *testing.T) {
+	s := parallelService(t)
+	s.addMany(20000, "from the backup")
+	must(t, backup(t.Context(), s.db, s.db+".copy"))
+	s.sqlite3("DELETE FROM pets WHERE id > 7")
+	args := []string{"-db", s.db, "-restore", s.db + ".copy"}
+	unlock := s.lock()
+	p := startUntilOpen(t, s.db+"-wal", args...)
+	if status, output := p.stop(syscall.SIGINT); status != 1 || !strings.Contains(output, "canceled") || strings.Count(output, "\n") != 1 {
+		t.Errorf("after an interrupt: exit status %d, %s", status, output)
+	}
+	unlock()
+	for range 5 {
+		s.sqlite3("DELETE FROM pets WHERE id > 7; PRAGMA wal_checkpoint(TRUNCATE)")
+		p := spawn(t, command(t, execSelf, args...))
+		eventually(t, "the restore writes", func() bool { return try(os.Stat(s.db+"-wal"))(t).Size() > 0 })
+		p.stop(syscall.SIGKILL)
+		if n := s.query("SELECT count(*) FROM pets"); n != "7" && n != "20000" {
+			t.Errorf("%s animals are left, want 7 or 20000", n)
+		}
+		s.wantSQL("PRAGMA integrity_check", "ok")
+		s.add("Rex", 7, "sold")
+	}
+}
+
+// TestRestoreMends damages a database, also in the schema, and restores a backup into it.
+func TestRestoreMends(t *testing.T) {
+	t.Parallel()
+	for _, damage := range []string{
+		"dd if=/dev/urandom of=$0 bs=4096 seek=1 count=99 conv=notrunc",
+		"dd if=/dev/urandom of=$0 bs=1 seek=100 count=3996 conv=notrunc",
+		"truncate -s 8192 $0",
+	} {
+		s := newService(t)
+		for range 3 {
+			s.add("Rex", 7, "sold")
+		}
+		must(t, backup(t.Context(), s.db, s.db+".copy"))
+		s.add("Rex", 7, "sold")
+		must(t, s.close())
+		if out, err := exec.Command("sh", "-c", damage, s.db).CombinedOutput(); err != nil {
+			t.Fatal(string(out))
+		}
+		must(t, restore(t.Context(), s.db, s.db+".copy"))
+		s = openService(t, s.db)
+		s.wantSQL("PRAGMA integrity_check", "ok")
+		s.wantSQL("SELECT count(*) FROM pets", "3")
+		s.add("Rex", 7, "sold")
 	}
 }
 
@@ -1967,6 +2283,8 @@ func contractFaults(r *http.Request, a reply) (faults []string) {
 		var err error
 		body, err = parseJSON(a.body)
 		check(err == nil && a.header.Get("Content-Length") == strconv.Itoa(len(a.body)), "the body is %q (%v)", a.body, err)
+	} else {
+		check(a.body == "" && a.header.Get("Content-Length") > "0", "the Content-Length is %s", a.header.Get("Content-Length"))
 	}
 	for name, want := range map[string]string{"Content-Type": "application/json", "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"} {
 		check(slices.Equal(a.header[name], []string{want}), "%s is %q, want %q", name, a.header[name], want)
@@ -1981,9 +2299,12 @@ func contractFaults(r *http.Request, a reply) (faults []string) {
 	}
 	allowed := strings.HasSuffix(fmt.Sprint(at(body, "message")), " only "+a.header.Get("Allow"))
 	check(allowed == (a.status == 405), "Allow is %q", a.header["Allow"])
+	check((a.header["Retry-After"] != nil) == (a.status == 503), "Retry-After is %q", a.header["Retry-After"])
 	path := regexp.MustCompile(`^/v1/pets/[^/]+$`).ReplaceAllString(r.URL.EscapedPath(), "/v1/pets/{petId}")
-	operation := at(document, "paths", strings.TrimPrefix(path, "/v1"), strings.ToLower(strings.Replace(r.Method, "HEAD", "GET", 1)))
+	operation := at(document, "paths", path, strings.ToLower(strings.Replace(r.Method, "HEAD", "GET", 1)))
 	if operation == nil || r.URL.RawPath == "/v1/pets/%2F" { // which has no petId: ServeMux reads it as "/"
+		itself := r.URL.Path == "/openapi.json" && a.status == 200
+		check(itself || slices.Contains([]int{401, 404, 405, 500}, a.status), "the operation is not documented")
 		return faults
 	}
 	check(r.Header.Get("Authorization") != "" || (a.status == 401) == (at(operation, "security") == nil), "security is not as documented")

@@ -24,7 +24,9 @@ const (
 	busyTimeout            = 5 * time.Second        // how long to wait for another program's lock
 	watchInterval          = 250 * time.Millisecond // between checks for commits of other programs, which must show within 1 s
 	idempotencyKeyLifetime = 24 * 60 * 60           // seconds for which an idempotency key is remembered
+	restoreTimeout         = time.Minute            // how long a restore tries to lock the database
 	maxIdleWAL             = 64 << 20               // bytes to which SQLite truncates the write-ahead log when it is not needed
+	savedSuffix            = ".saved"               // in the name of a copy of a database whose files were moved while it was open
 	applicationID          = 0x50657473             // PRAGMA application_id: "Pets", the mark of this service's databases
 
 	// schemaVersion is the PRAGMA user_version of the schema below; a new database has 0. Raise it with every change of the
@@ -32,7 +34,8 @@ const (
 	schemaVersion = 1
 )
 
-// schema creates the tables if they do not exist. The CHECKs apply to manual edits, too. (ORs are faster there than an IN.)
+// schema creates the tables if they do not exist. The CHECKs apply to manual edits, too. (For an IN, SQLite would create a
+// temporary b-tree at each insert.)
 var schema = fmt.Sprintf(`
 PRAGMA journal_mode = WAL;
 BEGIN IMMEDIATE;
@@ -75,11 +78,11 @@ type pet struct {
 // columns returns the Scan destinations for the columns of an animal that a SELECT returns.
 func (p *pet) columns() []any { return []any{&p.ID, &p.Name, &p.CategoryID, &p.Status} }
 
-// page selects the animals to list.
-type page struct {
+// filter selects the animals to list.
+type filter struct {
 	limit  int
 	status string // "" for any
-	after  int64  // the last id of the previous page
+	after  int64  // list only greater ids
 }
 
 // creation is an animal waiting to be stored, and then the result.
@@ -100,13 +103,12 @@ type batch struct {
 }
 
 // store keeps the animals in an SQLite database in WAL mode. Its methods may be called concurrently. Reads run on a pool of
-// read-only connections. Creations that wait at the same time share one transaction, and so one wait for the disk: the
-// goroutine of the first of them writes them all.
+// read-only connections. Writes use group commit: creations that wait at the same time share one transaction, and so one wait
+// for the disk; the goroutine of the first of them writes them all.
 type store struct {
 	path    string      // absolute
-	file    os.FileInfo // the file at path when it was opened
-	walPath string      // of the write-ahead log
-	wal     os.FileInfo // the file at walPath when it was opened
+	file    os.FileInfo // the database that was opened
+	wal     os.FileInfo // its write-ahead log
 	readers *sql.DB
 	writer  *sql.DB // one connection, so that its statements form one transaction
 	watcher *sql.DB // one connection, which sees the commits of all others, and waits for no lock
@@ -115,38 +117,41 @@ type store struct {
 	begin, commit, insertPet                                               *sql.Stmt // of writer
 	selectIdempotencyKey, insertIdempotencyKey, deleteStaleIdempotencyKeys *sql.Stmt // of writer
 
-	readSlots   chan struct{} // a semaphore: holds a value for each of the readers in use
-	writing     sync.Mutex    // held during a transaction
-	joining     sync.Mutex    // guards gathering
-	gathering   *batch        // the batch that a creation can join, or nil
-	walGone     atomic.Bool   // the log is not at walPath, as watch or checkWAL has seen
-	walReplaced bool          // another program has begun a new log; guarded by writing
-	changes     atomic.Int64  // grows after every commit: of this process, before it is acknowledged; of others, within watchInterval
-	closing     chan struct{} // ends watch
+	readSlots   chan struct{}         // a semaphore: holds a value for each of the readers in use
+	writing     sync.Mutex            // held during a transaction
+	joining     sync.Mutex            // guards gathering
+	gathering   *batch                // the batch that a creation can join, or nil
+	walProblem  atomic.Pointer[error] // why the log is not in its place, as checkWAL has last seen, or nil
+	walReplaced bool                  // another program has begun a new log; used by checkWAL and close
+	changes     atomic.Int64          // grows after every commit: of this process, before it is acknowledged; of others, within watchInterval
+	closing     chan struct{}         // ends watch
 }
 
 // openStore opens the database at path, which is absolute. If the file is missing or empty (isNew), it creates the database.
 func openStore(path string) (s *store, isNew bool, err error) {
-	target, err := filepath.EvalSymlinks(path)
-	if link, _ := os.Lstat(path); err != nil && link != nil && link.Mode()&os.ModeSymlink != 0 { // which cannot be followed
-		return nil, false, err
+	wal, _ := os.Stat(walPath(path)) // before the database, which another process may be creating
+	file, err := os.Stat(path)       // before SQLite opens it, which may then wait for a lock
+	if link, _ := os.Lstat(path); err != nil && link != nil && link.Mode()&os.ModeSymlink != 0 {
+		return nil, false, err // a link that cannot be followed
 	}
-	walPath := cmp.Or(target, path) + "-wal" // SQLite keeps the log beside the file that a link leads to
-	wal, _ := os.Stat(walPath)               // before the database, which another process may be creating
-	info, err := os.Stat(path)
-	isNew = err != nil || info.Size() <= 1 // SQLite takes a file of one byte for empty
+	isNew = err != nil || file.Size() <= 1 // SQLite takes a file of one byte for empty
+	saved := path + savedSuffix
+	if _, err := os.Lstat(saved); err == nil {
+		return nil, false, fmt.Errorf("%q was saved by a stop, when the database was not in its place; it is empty if it did not fit on the "+
+			"disk, and the database that is there now may be newer; keep one as %q, and move the other elsewhere, with any -wal and -shm beside it", saved, path)
+	}
 	if isNew && wal != nil && wal.Size() > 0 {
 		return nil, false, fmt.Errorf("there is no database, but %q is the write-ahead log of one and may hold animals; "+
-			"put that database back, or delete the log to start with an empty one", walPath)
+			"put that database back, or delete the log to start with an empty one", walPath(path))
 	}
 	readers := max(4, runtime.GOMAXPROCS(0))
 	s = &store{
 		path:      path,
-		walPath:   walPath,
+		file:      file,
 		readers:   openPool(path, "ro", readers),
 		readSlots: make(chan struct{}, readers),
 		writer:    openPool(path, "rwc", 1, "synchronous(FULL)", "fullfsync(ON)", fmt.Sprintf("journal_size_limit(%d)", maxIdleWAL)),
-		watcher:   openPool(path, "rw", 1, "busy_timeout(0)"),
+		watcher:   openPool(path, "rw", 1, "busy_timeout(0)", "fullfsync(ON)"),
 		closing:   make(chan struct{}),
 	}
 	if err := s.open(); err != nil {
@@ -162,65 +167,109 @@ func openStore(path string) (s *store, isNew bool, err error) {
 // open checks the database, creates the tables of a new one, prepares the statements and opens all connections.
 func (s *store) open() error {
 	version, err := checkDatabase(s.writer)
+	if err == nil && s.file == nil {
+		s.file, err = os.Stat(s.path) // checkDatabase has created it
+	}
 	if err != nil {
 		return err
 	}
+	s.wal, _ = os.Stat(walPath(s.path))                                      // before Exec, which may wait for a lock
 	statements := "PRAGMA journal_mode = WAL; DELETE FROM pets WHERE id = 0" // a write of nothing: fails if read-only or locked
 	if version < schemaVersion {
 		statements = schema
 	}
-	if s.file, err = os.Stat(s.path); err == nil { // before Exec, which may wait for a lock
-		_, err = s.writer.Exec(statements)
+	if _, err := s.writer.Exec(statements); err != nil {
+		return err
 	}
-	if err == nil {
-		s.wal, err = os.Stat(s.walPath)
+	if s.wal == nil {
+		s.wal, _ = os.Stat(walPath(s.path))
 	}
-	prepare := func(db *sql.DB, query string) (statement *sql.Stmt) {
+	if !isFile(s.path, s.file) || !isFile(walPath(s.path), s.wal) {
+		return errors.New("the database or its write-ahead log was moved, deleted or replaced during the start; start again")
+	}
+	if err := cmp.Or(s.prepare(), openAll(s.readers), openAll(s.watcher)); err != nil {
+		return err
+	}
+	// A process that was killed may have left commits that are not on disk yet. SQLite recovers them without a sync, and a
+	// response to a repeated request must not acknowledge them before. The checkpoint then empties the log, if it can.
+	err = cmp.Or(syncPath(walPath(s.path)), syncPath(filepath.Dir(walPath(s.path))))
+	s.emptyWAL()
+	return err
+}
+
+// prepare prepares the statements.
+func (s *store) prepare() (err error) {
+	on := func(db *sql.DB, query string) (statement *sql.Stmt) {
 		if err == nil {
 			statement, err = db.Prepare(query)
 		}
 		return statement
 	}
-	s.selectPage = prepare(s.readers, `SELECT id, name, category_id, status FROM pets WHERE id > ? ORDER BY id LIMIT ?`)
-	s.selectPageByStatus = prepare(s.readers, `SELECT id, name, category_id, status FROM pets
+	s.selectPage = on(s.readers, `SELECT id, name, category_id, status FROM pets WHERE id > ? ORDER BY id LIMIT ?`)
+	s.selectPageByStatus = on(s.readers, `SELECT id, name, category_id, status FROM pets
 		WHERE status = ? AND id > ? ORDER BY id LIMIT ?`)
-	s.begin = prepare(s.writer, `BEGIN IMMEDIATE`)
-	s.commit = prepare(s.writer, `COMMIT`)
-	s.insertPet = prepare(s.writer, `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`)
-	s.selectIdempotencyKey = prepare(s.writer, `SELECT id, name, category_id, status FROM idempotency_keys
+	s.begin = on(s.writer, `BEGIN IMMEDIATE`)
+	s.commit = on(s.writer, `COMMIT`)
+	s.insertPet = on(s.writer, `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`)
+	s.selectIdempotencyKey = on(s.writer, `SELECT id, name, category_id, status FROM idempotency_keys
 		WHERE caller = ? AND key = ? AND created >= ?`)
-	s.insertIdempotencyKey = prepare(s.writer, `REPLACE INTO idempotency_keys (caller, key, created, id, name, category_id, status)
+	s.insertIdempotencyKey = on(s.writer, `REPLACE INTO idempotency_keys (caller, key, created, id, name, category_id, status)
 		VALUES (?, ?, ?, ?, ?, ?, ?)`)
-	s.deleteStaleIdempotencyKeys = prepare(s.writer, `DELETE FROM idempotency_keys WHERE (caller, key) IN
+	s.deleteStaleIdempotencyKeys = on(s.writer, `DELETE FROM idempotency_keys WHERE (caller, key) IN
 		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT ?)`)
-	if err == nil {
-		err = errors.Join(openAll(s.readers), openAll(s.watcher))
-	}
 	return err
 }
 
-// close waits for a transaction in progress and closes the database. The store must not be used afterwards.
-func (s *store) close() (err error) {
+// close waits for a transaction in progress and closes the database. If its files are no longer in their place, close keeps what
+// they hold, and returns an error that says where. The store must not be used afterwards.
+func (s *store) close() error {
 	s.closing <- struct{}{} // waits for watch
 	s.writing.Lock()        // for good: nothing may be written any more
 	s.readers.Close()       // before the writer: the last connection removes the write-ahead log, if it may write
-	if err = s.checkWAL(); err != nil {
-		return err // with the writer open: closing it would use the log once more, and delete whatever is at walPath
+	err := s.checkWAL()
+	inPlace := isFile(s.path, s.file)
+	if err == nil && inPlace {
+		return errors.Join(s.watcher.Close(), s.writer.Close())
 	}
-	if !isFile(s.path, s.file) { // SQLite would leave the log at walPath, and then apply it to the next database there
-		err = s.emptyWAL()
+	// From here on the writer stays open: closing it would use the log once more, and delete whatever is in its place.
+	if s.walReplaced || inPlace && s.emptyWAL() == nil {
+		return err
 	}
-	return errors.Join(err, s.watcher.Close(), s.writer.Close())
+	return s.save()
+}
+
+// save writes all that the database holds, which is still open, to a verified copy: at path if no file is there, or else at
+// path.saved, where it makes the next start refuse until the operator has chosen. It returns an error that names the copy.
+func (s *store) save() error {
+	os.MkdirAll(filepath.Dir(s.path), 0o700)
+	saved, wal := s.path+savedSuffix, walPath(s.path)
+	if err := copyTo(context.Background(), s.watcher, saved); err != nil {
+		os.WriteFile(saved, nil, 0o600) // or the next start could begin an empty database
+		return fmt.Errorf("the database or its write-ahead log was moved, deleted or replaced, and no copy could be saved: %w; "+
+			"put its files back, as %q and %q, and delete %q", err, s.path, wal, saved)
+	}
+	os.Chmod(saved, s.file.Mode())
+	s.emptyWAL()            // into the database, wherever it is
+	if isFile(wal, s.wal) { // SQLite would apply it to the next database at path, and other programs may still write to it
+		os.Rename(wal, wal+".old")
+		os.Remove(strings.TrimSuffix(wal, "wal") + "shm")
+	}
+	if os.Link(saved, s.path) == nil { // unlike Rename, it replaces nothing
+		syncPath(filepath.Dir(s.path))
+		os.Remove(saved)
+		saved = s.path
+	}
+	return fmt.Errorf("the database or its write-ahead log was moved, deleted or replaced while the service ran; all animals were saved in %q", saved)
 }
 
 // list returns a page of animals, by ascending id, and whether more follow. It takes no context: the query is bounded, and
 // database/sql discards the connection of a cancelled query.
-func (s *store) list(p page) (pets []pet, more bool, err error) {
-	statement, args := s.selectPage, []any{p.after, p.limit + 1}
-	if p.status != "" {
-		statement, args = s.selectPageByStatus, append([]any{p.status}, args...)
+func (s *store) list(f filter) (pets []pet, more bool, err error) {
+	statement, args := s.selectPage, []any{f.after, f.limit + 1}
+	if f.status != "" {
+		statement, args = s.selectPageByStatus, append([]any{f.status}, args...)
 	}
-	s.readSlots <- struct{}{} // first come, first served: database/sql could starve a caller
+	s.readSlots <- struct{}{} // first come, first served: database/sql would let some of 1,000 callers wait for 2 s
 	defer func() { <-s.readSlots }()
 	defer crash()
 	rows, err := statement.Query(args...)
@@ -228,7 +277,7 @@ func (s *store) list(p page) (pets []pet, more bool, err error) {
 		return nil, false, dbError(err)
 	}
 	defer rows.Close()
-	pets = make([]pet, 0, p.limit+1)
+	pets = make([]pet, 0, f.limit+1)
 	var row pet
 	columns := row.columns()
 	for rows.Next() {
@@ -237,8 +286,8 @@ func (s *store) list(p page) (pets []pet, more bool, err error) {
 		}
 		pets = append(pets, row)
 	}
-	more = len(pets) > p.limit
-	return pets[:min(len(pets), p.limit)], more, dbError(rows.Err())
+	more = len(pets) > f.limit
+	return pets[:min(len(pets), f.limit)], more, dbError(rows.Err())
 }
 
 // create stores p and returns it, with its id, once it is on disk. If the caller has used idempotencyKey, unless it is "", within
@@ -308,6 +357,7 @@ func (s *store) transact(b *batch) (err error) {
 // crash, deferred, ends the program after a panic: it would otherwise go on, with a connection lost and a transaction open.
 func crash() {
 	if p := recover(); p != nil {
+		time.AfterFunc(time.Second, func() { os.Exit(2) }) // nobody may be reading the log
 		fmt.Fprintf(os.Stderr, "panic: %v\n%s", p, debug.Stack())
 		os.Exit(2) // as after any other panic
 	}
@@ -334,7 +384,11 @@ func (s *store) insert(c *creation, now int64) error {
 	if err != nil {
 		return err
 	}
-	id, _ := result.LastInsertId() // this driver never returns an error here
+	if inserted, _ := result.RowsAffected(); inserted == 0 { // this driver returns no error, here and for LastInsertId
+		c.err = errors.New("a trigger left the animal out, with RAISE(IGNORE)")
+		return nil
+	}
+	id, _ := result.LastInsertId()
 	c.stored = pet{id, c.newPet}
 	if c.idempotencyKey != "" {
 		_, err = s.insertIdempotencyKey.Exec(c.caller[:], c.idempotencyKey, now, id, c.Name, c.CategoryID, c.Status)
@@ -345,30 +399,39 @@ func (s *store) insert(c *creation, now int64) error {
 // inPlace returns errUnavailable unless the database that was opened is still at path, with its log beside it. SQLite would
 // go on writing to both wherever they are, even if they were deleted.
 func (s *store) inPlace() error {
-	if !isFile(s.path, s.file) || s.walGone.Load() {
-		return fmt.Errorf("%w: the database or its write-ahead log was moved, deleted or replaced; put the database back, or end all "+
-			"other programs that use it and restart the service", errUnavailable)
+	if !isFile(s.path, s.file) {
+		return fmt.Errorf("%w: %q was moved, deleted or replaced; put it back, or make sure of disk space and restart the service, which saves all animals in a copy",
+			errUnavailable, s.path)
+	}
+	if problem := s.walProblem.Load(); problem != nil {
+		return fmt.Errorf("%w: %w", errUnavailable, *problem)
 	}
 	return nil
 }
 
-// checkWAL notes whether the write-ahead log is beside the database, where the next process looks for it. If not, checkWAL copies
-// what the log holds, which is still open, to the database, and returns an error. Once another program has begun a new log, it
-// copies nothing: all programs share one index of the log, which then describes the new one. The caller holds writing.
+// checkWAL notes whether the write-ahead log is where the next process looks for it. If not, checkWAL copies what the log holds,
+// which is still open, to the database, and returns an error. Once another program has begun a new log, it copies nothing: all
+// programs share one index of the log, which then describes the new one. Calls must not overlap.
 func (s *store) checkWAL() error {
-	wal, err := os.Stat(s.walPath)
+	path := walPath(s.path)
+	wal, err := os.Stat(path)
 	gone := isFile(s.path, s.file) && (err != nil || !os.SameFile(wal, s.wal))
-	if gone && err == nil && wal.Size() > 0 {
-		s.walReplaced = true
+	s.walReplaced = s.walReplaced || gone && err == nil && wal.Size() > 0
+	if !gone && !s.walReplaced {
+		s.walProblem.Store(nil)
+		return nil
 	}
-	s.walGone.Store(gone || s.walReplaced)
-	switch {
-	case s.walReplaced:
-		return fmt.Errorf("another program has replaced %q; any animals that were only in the old one are lost", s.walPath)
-	case gone:
-		return cmp.Or(s.emptyWAL(), fmt.Errorf("%q was moved or deleted; the animals in it were saved in the database", s.walPath))
+	problem := fmt.Errorf("%q was moved or deleted", path)
+	s.walProblem.Store(&problem) // first: creations must not begin to fill the log again
+	if s.walReplaced {
+		err = fmt.Errorf("another program has replaced %q; any animals that were only in the old one are lost; restart the service", path)
+	} else if err = s.emptyWAL(); err != nil {
+		err = fmt.Errorf("%w, and the animals in it could not be saved yet: %w; do not restart the service before they are", problem, err)
+	} else {
+		err = fmt.Errorf("%w; the animals in it were saved in the database; restart the service", problem)
 	}
-	return nil
+	s.walProblem.Store(&err)
+	return err
 }
 
 // emptyWAL moves all that the write-ahead log holds to the database. It waits for no lock: another program that holds one could
@@ -377,13 +440,15 @@ func (s *store) emptyWAL() error {
 	var busy, frames, copied int
 	err := s.watcher.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
 	if busy > 0 {
-		err = errors.New("it is in use")
-	}
-	if err != nil {
-		err = fmt.Errorf("%q or its write-ahead log, %q, was moved, deleted or replaced, and the log holds animals and could not be "+
-			"emptied: %w; end all programs that use the database, and move the log beside it, under its name with -wal", s.path, s.walPath, err)
+		err = errors.New("another program is using it")
 	}
 	return err
+}
+
+// walPath returns where SQLite looks for the write-ahead log of the database at path: beside the file that a link leads to.
+func walPath(path string) string {
+	target, _ := filepath.EvalSymlinks(path)
+	return cmp.Or(target, path) + "-wal"
 }
 
 // isFile reports whether the file at path is the given one.
@@ -392,8 +457,17 @@ func isFile(path string, file os.FileInfo) bool {
 	return err == nil && os.SameFile(file, now)
 }
 
-// watch looks for commits of other programs, and whether the write-ahead log is in its place, until the store is closed. (A
-// look at the log before each commit would slow a lone create by a seventh.)
+// syncPath makes the file at path durable, or the names in the folder at path. (Windows cannot do that to a file opened to read.)
+func syncPath(path string) error {
+	f, err := os.Open(path)
+	if err == nil && runtime.GOOS != "windows" {
+		err = f.Sync()
+	}
+	return errors.Join(err, f.Close())
+}
+
+// watch looks for commits of other programs, and whether the write-ahead log is in its place, until the store is closed. (A look
+// at the log before each commit would slow a lone create: the kernel then gives the log a new time with the next write.)
 func (s *store) watch() {
 	ticks, last := time.Tick(watchInterval), int64(-1)
 	for {
@@ -403,12 +477,7 @@ func (s *store) watch() {
 			s.changes.Add(1)
 		}
 		last = seen
-		if s.walGone.Load() || !isFile(s.walPath, s.wal) {
-			s.walGone.Store(true) // first, for a creation that waits for another program's lock and holds writing
-			s.writing.Lock()
-			s.checkWAL()
-			s.writing.Unlock()
-		}
+		s.checkWAL()
 		select {
 		case <-ticks:
 		case <-s.closing:
@@ -417,19 +486,29 @@ func (s *store) watch() {
 	}
 }
 
-// backup writes a consistent copy of the database at path, which may be in use, to the new file target. The copy gets that
-// name once it is verified and on disk; after an error before that, nothing of it is left.
+// backup writes a consistent copy of the database at path, which may be in use, to the new file target.
 func backup(ctx context.Context, path, target string) error {
-	if _, err := os.Lstat(target); err == nil {
-		return errors.New("the copy exists already; name a new file")
+	if target == path+savedSuffix {
+		return errors.New("the service gives this name to copies of its own; choose another one")
 	}
-	if info, err := os.Stat(path); err == nil && info.Size() <= 1 { // SQLite deletes the write-ahead log of an empty file
-		return errors.New("not a database of this service: the file is empty")
+	if err := checkFile(path); err != nil {
+		return err
 	}
 	db := openPool(path, "rw", 1)
 	defer db.Close()
 	if _, err := checkDatabase(db); err != nil {
 		return explain(err)
+	}
+	return copyTo(ctx, db, target)
+}
+
+// copyTo writes a consistent copy of a database to the new file target. The copy gets that name once it is verified and on disk;
+// after an error before that, nothing of it is left.
+func copyTo(ctx context.Context, db *sql.DB, target string) error {
+	for _, file := range []string{target, target + "-wal", target + "-journal"} { // SQLite would apply the last two to the copy
+		if _, err := os.Lstat(file); err == nil {
+			return fmt.Errorf("%q exists already; name a new file", file)
+		}
 	}
 	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
 	if err != nil {
@@ -450,19 +529,108 @@ func backup(ctx context.Context, path, target string) error {
 	if err := errors.Join(err, written.Close(), temp.Sync(), temp.Close()); err != nil {
 		return err
 	}
-	return os.Rename(temp.Name(), target)
+	if err := os.Rename(temp.Name(), target); err != nil {
+		return err
+	}
+	return syncPath(filepath.Dir(target)) // or a loss of power could take the name away
 }
 
-// openPool returns a pool of up to size connections to the database in file, whose path is absolute, with SQLite's URI
-// mode ro, rw or rwc. All have the busy timeout, and then the given pragmas. None is open yet.
+// restore replaces the content of the database at path, which may be in use, with that of the backup in the file source, in one
+// transaction: other programs see all of it or, after an error, nothing. The database may be damaged, but not in its header.
+func restore(ctx context.Context, path, source string) error {
+	if err := cmp.Or(checkFile(path), checkFile(source)); err != nil {
+		return err
+	}
+	const damaged = "writable_schema(ON)"                                   // lets SQLite open a damaged database
+	from, to := openPool(source, "rw", 1), openPool(path, "rw", 1, damaged) // on "ro", SQLite would leave files beside source
+	defer from.Close()
+	defer to.Close()
+	var id, pageSize int
+	err := to.QueryRow("SELECT application_id, page_size FROM pragma_application_id, pragma_page_size").Scan(&id, &pageSize)
+	if err == nil && id != applicationID {
+		err = errForeign
+	}
+	if err != nil {
+		return explain(err)
+	}
+	if err := checkBackup(ctx, from, pageSize); err != nil {
+		return fmt.Errorf("the backup cannot be used: %w", err)
+	}
+	conn, err := from.Conn(ctx)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	defer to.Exec("PRAGMA busy_timeout(0); PRAGMA wal_checkpoint(TRUNCATE)") // or the log would stay as large as the backup
+	return explain(conn.Raw(func(driver any) error {
+		source := driver.(interface {
+			NewBackup(string) (*sqlite.Backup, error)
+		})
+		pages, err := source.NewBackup(location(path, "rw", "busy_timeout(100)", damaged, "fullfsync(ON)"))
+		if err != nil {
+			return err
+		}
+		deadline := time.Now().Add(restoreTimeout)
+		for more := true; more && err == nil; { // the last step commits
+			more, err = pages.Step(1000)
+			if more || sqliteCode(err) == sqlite3.SQLITE_BUSY && time.Now().Before(deadline) {
+				more, err = true, ctx.Err()
+			}
+		}
+		return cmp.Or(err, pages.Finish())
+	}))
+}
+
+// checkBackup begins a read transaction on a pool of one connection, and returns an error unless the service could go on with
+// the database in place of one with the given page size.
+func checkBackup(ctx context.Context, db *sql.DB, pageSize int) error {
+	if _, err := db.ExecContext(ctx, "BEGIN"); err != nil {
+		return err
+	}
+	_, err := checkDatabase(db)
+	if err == nil {
+		err = (&store{readers: db, writer: db}).prepare()
+	}
+	if err != nil {
+		return err
+	}
+	var fault string
+	err = db.QueryRowContext(ctx, `SELECT CASE
+		WHEN encoding <> 'UTF-8' THEN 'its text encoding is ' || encoding
+		WHEN page_size <> ?1 THEN format('it has pages of %d bytes, and the database of %d', page_size, ?1)
+		WHEN EXISTS (SELECT 1 FROM pets WHERE id < 1 OR length(name) NOT BETWEEN 1 AND 255
+			OR status NOT IN ('available', 'pending', 'sold')) THEN 'it has an animal that breaks a rule of the schema'
+		ELSE integrity_check END FROM pragma_encoding, pragma_page_size, pragma_integrity_check`, pageSize).Scan(&fault)
+	if err == nil && fault != "ok" {
+		err = errors.New(fault)
+	}
+	return err
+}
+
+// checkFile returns an error unless the file at path can be a database. (SQLite takes a file of one byte for a new database, and
+// deletes a write-ahead log beside it.)
+func checkFile(path string) error {
+	info, err := os.Stat(path)
+	if err == nil && (!info.Mode().IsRegular() || info.Size() <= 1) {
+		err = fmt.Errorf("%q is not a database of this service, but empty or not a regular file", path)
+	}
+	return err
+}
+
+// openPool returns a pool of up to size connections to the database in file, at its location. None is open yet.
 func openPool(file, mode string, size int, pragmas ...string) *sql.DB {
-	query := url.Values{"mode": {mode}, "_busy_timeout": {fmt.Sprint(busyTimeout.Milliseconds())}, "_pragma": pragmas}
-	location := "/" + strings.TrimPrefix(filepath.ToSlash(file), "/") // on Windows: /C:/...
-	dsn := url.URL{Scheme: "file", Path: location, RawQuery: query.Encode()}
-	db, _ := sql.Open("sqlite", dsn.String()) // fails only if there is no such driver
+	db, _ := sql.Open("sqlite", location(file, mode, pragmas...)) // fails only if there is no such driver
 	db.SetMaxOpenConns(size)
 	db.SetMaxIdleConns(size)
 	return db
+}
+
+// location returns the URI of the database in file, whose path is absolute, with SQLite's mode ro, rw or rwc. Each connection
+// gets the busy timeout, and then the given pragmas.
+func location(file, mode string, pragmas ...string) string {
+	query := url.Values{"mode": {mode}, "_busy_timeout": {fmt.Sprint(busyTimeout.Milliseconds())}, "_pragma": pragmas, "_error_rc": {"1"}}
+	path := "/" + strings.TrimPrefix(filepath.ToSlash(file), "/") // on Windows: /C:/...
+	return (&url.URL{Scheme: "file", Path: path, RawQuery: query.Encode()}).String()
 }
 
 // openAll opens all connections of db, for good: one that was opened later would open whatever is at the path by then.
@@ -477,7 +645,9 @@ func openAll(db *sql.DB) error {
 	return nil
 }
 
-// checkDatabase returns the schema version of a database. It refuses that of another program or of a newer version.
+var errForeign = fmt.Errorf("not a database of this service: its application_id is not %d", applicationID)
+
+// checkDatabase returns the schema version of a database, 0 if it is empty. It refuses that of another program or of a newer version.
 func checkDatabase(db *sql.DB) (version int, err error) {
 	var id, objects int
 	err = db.QueryRow(`SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
@@ -486,35 +656,9 @@ func checkDatabase(db *sql.DB) (version int, err error) {
 	case err != nil:
 		return 0, err
 	case id != applicationID && (id != 0 || version != 0 || objects > 0):
-		return 0, fmt.Errorf("not a database of this service: its application_id is not %d", applicationID)
+		return 0, errForeign
 	case version > schemaVersion:
 		return 0, errors.New("a newer version of this service has written it; run that version")
 	}
 	return version, nil
-}
-
-// explain adds hints for the operator to an error of SQLite.
-func explain(err error) error {
-	if sqliteCode(err) == 0 {
-		return err
-	}
-	return fmt.Errorf("%w (is it a file in an existing folder, can this user write to both, is there disk space, and is no other "+
-		"program locking it? If it is damaged, restore a backup)", err)
-}
-
-// dbError wraps err in errUnavailable if it is an error of SQLite that may be temporary and after which nothing is stored.
-func dbError(err error) error {
-	switch sqliteCode(err) {
-	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY:
-		return fmt.Errorf("%w: %w", errUnavailable, err)
-	}
-	return err
-}
-
-// sqliteCode returns the primary result code of an SQLite error, or 0 for any other error.
-func sqliteCode(err error) int {
-	if e, ok := errors.AsType[*sqlite.Error](err); ok {
-		return e.Code() & 0xff
-	}
-	return 0
 }
