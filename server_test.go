@@ -36,6 +36,7 @@ import (
 	"testing/iotest"
 	"testing/synctest"
 	"time"
+	"unicode/utf8"
 
 	"modernc.org/sqlite"
 )
@@ -2246,6 +2247,74 @@ func FuzzRequests(f *testing.F) {
 			}
 		}
 	})
+}
+
+// TestDocument compares openapi.json and README.md with the constants of the code.
+func TestDocument(t *testing.T) {
+	t.Parallel()
+	readme := string(try(os.ReadFile("README.md"))(t))
+	day, sunset := fmt.Sprintf("%d hours", idempotencyKeyLifetime/3600), try(http.ParseTime(deprecatedHeader.Get("Sunset")))(t).Format("2 January 2006")
+	deprecation := try(strconv.ParseInt(deprecatedHeader.Get("Deprecation")[1:], 10, 64))(t)
+	for text, words := range map[string][]string{
+		string(openAPI): {
+			fmt.Sprintf(`"name": "limit",
+            "in": "query",
+            "description": "The maximum number of animals to return.",
+            "schema": {"type": "integer", "minimum": 1, "maximum": %d, "default": %d}`, maxLimit, defaultLimit),
+			`"schema": {"type": "integer", "format": "int64", "minimum": 0}`,
+			fmt.Sprintf(`"schema": {"type": "string", "minLength": 1, "maxLength": %d, "pattern": "^[!-~]+$"}`, maxIdempotencyKey),
+			fmt.Sprintf(`"maxLength": %d,
+            "pattern": "^[^`, maxName),
+			fmt.Sprintf(`"maxItems": %d`, maxLimit), "for " + day, fmt.Sprintf("at most %d bytes", maxBody), fmt.Sprintf("larger than %d bytes.", maxBody),
+			"scheduled for " + sunset, "since " + time.Unix(deprecation, 0).UTC().Format("2 January 2006"),
+			`"required": ["name", "categoryId"]`, `"required": ["id", "name", "categoryId", "status"]`,
+		},
+		readme: {day, sunset, fmt.Sprintf("%d KiB", maxBody>>10), fmt.Sprintf("1 to %d", maxLimit), fmt.Sprintf("default %d", defaultLimit),
+			fmt.Sprintf("1 to %d Unicode", maxName), fmt.Sprintf("1 to %d visible", maxIdempotencyKey)},
+	} {
+		for _, w := range words {
+			if !strings.Contains(text, w) {
+				t.Errorf("no %s in %.30s", w, text)
+			}
+		}
+	}
+	var usage strings.Builder
+	run(t.Context(), []string{"-h"}, lookup(nil), &usage, io.Discard)
+	for _, flag := range regexp.MustCompile(`(?m)^  -[a-z-]+`).FindAllString(usage.String(), -1) {
+		if !strings.Contains(readme, "`"+strings.TrimSpace(flag)) {
+			t.Errorf("README.md does not describe %s", flag)
+		}
+	}
+	for status, code := range errorCodes {
+		if !regexp.MustCompile(fmt.Sprintf("(?m)^\\| [^|]*%d.*`%s`", status, code)).MatchString(readme) {
+			t.Errorf("README.md has no line for %d %s", status, code)
+		}
+	}
+	var operations []string
+	for path, item := range at(document, "paths").(map[string]any) {
+		for method, operation := range item.(map[string]any) {
+			security, _ := at(operation, "security").([]any)
+			operations = append(operations, fmt.Sprint(method, " ", path, " ", at(operation, "operationId"), " ", at(operation, "deprecated"), " ", security))
+			for status, response := range at(operation, "responses").(map[string]any) {
+				if (at(response, "headers", "Retry-After", "required") == true) != (status == "503") {
+					t.Errorf("%s %s: the Retry-After of %s is wrong", method, path, status)
+				}
+			}
+		}
+	}
+	slices.Sort(operations)
+	want := []string{"get /healthz getHealth <nil> []", "get /v1/pets listPets <nil> []", "get /v1/pets/{petId} getPet true []", "post /v1/pets createPet <nil> []"}
+	if !slices.Equal(operations, want) {
+		t.Errorf("the operations are %q, want %q", operations, want)
+	}
+	name := regexp.MustCompile(at(document, "components", "schemas", "NewPet", "properties", "name", "pattern").(string))
+	for c := rune(0); c <= 0xffff; c++ {
+		for _, text := range []string{string(c), "x" + string(c), string(c) + " "} {
+			if _, ok := parseName(encode(text)); utf8.ValidRune(c) && ok != name.MatchString(text) {
+				t.Errorf("the pattern of a name is wrong for %q", text)
+			}
+		}
+	}
 }
 
 // document is openapi.json, decoded by TestMain.
