@@ -185,6 +185,9 @@ func (s *store) open() error {
 		s.wal, _ = os.Stat(walPath(s.path))
 	}
 	if !isFile(s.path, s.file) || !isFile(walPath(s.path), s.wal) {
+		if _, err := os.Stat(s.path); err == nil {
+			s.setWALAside()
+		}
 		return errors.New("the database or its write-ahead log was moved, deleted or replaced during the start; start again")
 	}
 	if err := cmp.Or(s.prepare(), openAll(s.readers), openAll(s.watcher)); err != nil {
@@ -249,17 +252,23 @@ func (s *store) save() error {
 			"put its files back, as %q and %q, and delete %q", err, s.path, wal, saved)
 	}
 	os.Chmod(saved, s.file.Mode())
-	s.emptyWAL()            // into the database, wherever it is
-	if isFile(wal, s.wal) { // SQLite would apply it to the next database at path, and other programs may still write to it
-		os.Rename(wal, wal+".old")
-		os.Remove(strings.TrimSuffix(wal, "wal") + "shm")
-	}
+	s.emptyWAL() // into the database, wherever it is
+	s.setWALAside()
 	if os.Link(saved, s.path) == nil { // unlike Rename, it replaces nothing
 		syncPath(filepath.Dir(s.path))
 		os.Remove(saved)
 		saved = s.path
 	}
 	return fmt.Errorf("the database or its write-ahead log was moved, deleted or replaced while the service ran; all animals were saved in %q", saved)
+}
+
+// setWALAside renames the write-ahead log of a database that is no longer at path, and removes its index: SQLite would apply
+// the log to the next database at path, and other programs may still write to it.
+func (s *store) setWALAside() {
+	if wal := walPath(s.path); isFile(wal, s.wal) && !isFile(s.path, s.file) {
+		os.Rename(wal, wal+".old")
+		os.Remove(strings.TrimSuffix(wal, "wal") + "shm")
+	}
 }
 
 // list returns a page of animals, by ascending id, and whether more follow. It takes no context: the query is bounded, and
