@@ -16,7 +16,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"modernc.org/sqlite"
 	sqlite3 "modernc.org/sqlite/lib"
 )
 
@@ -24,7 +23,6 @@ const (
 	busyTimeout            = 5 * time.Second        // how long to wait for another program's lock
 	watchInterval          = 250 * time.Millisecond // between checks for commits of other programs, which must show within 1 s
 	idempotencyKeyLifetime = 24 * 60 * 60           // seconds for which an idempotency key is remembered
-	restoreTimeout         = time.Minute            // how long a restore tries to lock the database
 	maxIdleWAL             = 64 << 20               // bytes to which SQLite truncates the write-ahead log when it is not needed
 	savedSuffix            = ".saved"               // in the name of a copy of a database whose files were moved while it was open
 	applicationID          = 0x50657473             // PRAGMA application_id: "Pets", the mark of this service's databases
@@ -495,22 +493,6 @@ func (s *store) watch() {
 	}
 }
 
-// backup writes a consistent copy of the database at path, which may be in use, to the new file target.
-func backup(ctx context.Context, path, target string) error {
-	if target == path+savedSuffix {
-		return errors.New("the service gives this name to copies of its own; choose another one")
-	}
-	if err := checkFile(path); err != nil {
-		return err
-	}
-	db := openPool(path, "rw", 1)
-	defer db.Close()
-	if _, err := checkDatabase(db); err != nil {
-		return explain(err)
-	}
-	return copyTo(ctx, db, target)
-}
-
 // copyTo writes a consistent copy of a database to the new file target. The copy gets that name once it is verified and on disk;
 // after an error before that, nothing of it is left.
 func copyTo(ctx context.Context, db *sql.DB, target string) error {
@@ -542,88 +524,6 @@ func copyTo(ctx context.Context, db *sql.DB, target string) error {
 		return err
 	}
 	return syncPath(filepath.Dir(target)) // or a loss of power could take the name away
-}
-
-// restore replaces the content of the database at path, which may be in use, with that of the backup in the file source, in one
-// transaction: other programs see all of it or, after an error, nothing. The database may be damaged, but not in its header.
-func restore(ctx context.Context, path, source string) error {
-	if err := cmp.Or(checkFile(path), checkFile(source)); err != nil {
-		return err
-	}
-	const damaged = "writable_schema(ON)"                                   // lets SQLite open a damaged database
-	from, to := openPool(source, "rw", 1), openPool(path, "rw", 1, damaged) // on "ro", SQLite would leave files beside source
-	defer from.Close()
-	defer to.Close()
-	var id, pageSize int
-	err := to.QueryRow("SELECT application_id, page_size FROM pragma_application_id, pragma_page_size").Scan(&id, &pageSize)
-	if err == nil && id != applicationID {
-		err = errForeign
-	}
-	if err != nil {
-		return explain(err)
-	}
-	if err := checkBackup(ctx, from, pageSize); err != nil {
-		return fmt.Errorf("the backup cannot be used: %w", err)
-	}
-	conn, err := from.Conn(ctx)
-	if err != nil {
-		return err
-	}
-	defer conn.Close()
-	defer to.Exec("PRAGMA busy_timeout(0); PRAGMA wal_checkpoint(TRUNCATE)") // or the log would stay as large as the backup
-	return explain(conn.Raw(func(driver any) error {
-		source := driver.(interface {
-			NewBackup(string) (*sqlite.Backup, error)
-		})
-		pages, err := source.NewBackup(location(path, "rw", "busy_timeout(100)", damaged, "fullfsync(ON)"))
-		if err != nil {
-			return err
-		}
-		deadline := time.Now().Add(restoreTimeout)
-		for more := true; more && err == nil; { // the last step commits
-			more, err = pages.Step(1000)
-			if more || sqliteCode(err) == sqlite3.SQLITE_BUSY && time.Now().Before(deadline) {
-				more, err = true, ctx.Err()
-			}
-		}
-		return cmp.Or(err, pages.Finish())
-	}))
-}
-
-// checkBackup begins a read transaction on a pool of one connection, and returns an error unless the service could go on with
-// the database in place of one with the given page size.
-func checkBackup(ctx context.Context, db *sql.DB, pageSize int) error {
-	if _, err := db.ExecContext(ctx, "BEGIN"); err != nil {
-		return err
-	}
-	_, err := checkDatabase(db)
-	if err == nil {
-		err = (&store{readers: db, writer: db}).prepare()
-	}
-	if err != nil {
-		return err
-	}
-	var fault string
-	err = db.QueryRowContext(ctx, `SELECT CASE
-		WHEN encoding <> 'UTF-8' THEN 'its text encoding is ' || encoding
-		WHEN page_size <> ?1 THEN format('it has pages of %d bytes, and the database of %d', page_size, ?1)
-		WHEN EXISTS (SELECT 1 FROM pets WHERE id < 1 OR length(name) NOT BETWEEN 1 AND 255
-			OR status NOT IN ('available', 'pending', 'sold')) THEN 'it has an animal that breaks a rule of the schema'
-		ELSE integrity_check END FROM pragma_encoding, pragma_page_size, pragma_integrity_check`, pageSize).Scan(&fault)
-	if err == nil && fault != "ok" {
-		err = errors.New(fault)
-	}
-	return err
-}
-
-// checkFile returns an error unless the file at path can be a database. (SQLite takes a file of one byte for a new database, and
-// deletes a write-ahead log beside it.)
-func checkFile(path string) error {
-	info, err := os.Stat(path)
-	if err == nil && (!info.Mode().IsRegular() || info.Size() <= 1) {
-		err = fmt.Errorf("%q is not a database of this service, but empty or not a regular file", path)
-	}
-	return err
 }
 
 // openPool returns a pool of up to size connections to the database in file, at its location. None is open yet.
