@@ -18,6 +18,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime/debug"
+	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -173,10 +174,10 @@ func checkHello(hello *tls.ClientHelloInfo) (*tls.Config, error) {
 
 // backup writes a consistent copy of the database at path, which may be in use, to the new file target.
 func backup(ctx context.Context, path, target string) error {
-	if target == path+savedSuffix {
+	if suffix, ok := strings.CutPrefix(target, path); ok && slices.Contains(savedSuffixes, suffix) {
 		return errors.New("the service gives this name to copies of its own; choose another one")
 	}
-	if err := checkFile(path); err != nil {
+	if err := cmp.Or(checkFile(path), checkFree(target)); err != nil {
 		return err
 	}
 	db := openPool(path, "rw", 1)
@@ -184,7 +185,7 @@ func backup(ctx context.Context, path, target string) error {
 	if _, err := checkDatabase(db); err != nil {
 		return explain(err)
 	}
-	return copyTo(ctx, db, target)
+	return copyTo(ctx, db, target, false)
 }
 
 // restore replaces the content of the database at path, which may be in use, with that of the backup in the file source, in one
@@ -193,8 +194,7 @@ func restore(ctx context.Context, path, source string) error {
 	if err := cmp.Or(checkFile(path), checkFile(source)); err != nil {
 		return err
 	}
-	const damaged = "writable_schema(ON)"                                   // lets SQLite open a damaged database
-	from, to := openPool(source, "rw", 1), openPool(path, "rw", 1, damaged) // with "ro", SQLite would leave files beside source
+	from, to := openPool(source, "rw", 1), openPool(path, "rw", 1, openDamaged) // with "ro", SQLite would leave files beside source
 	defer from.Close()
 	defer to.Close()
 	var id, pageSize int
@@ -202,7 +202,7 @@ func restore(ctx context.Context, path, source string) error {
 	if err == nil && id != applicationID {
 		err = errForeign
 	}
-	if err != nil {
+	if err = cmp.Or(checkLog(to, path), err); err != nil {
 		return explain(err)
 	}
 	if err := checkBackup(ctx, from, pageSize); err != nil {
@@ -218,7 +218,7 @@ func restore(ctx context.Context, path, source string) error {
 		source := driver.(interface {
 			NewBackup(string) (*sqlite.Backup, error)
 		})
-		pages, err := source.NewBackup(location(path, "rw", "busy_timeout(100)", damaged, "fullfsync(ON)"))
+		pages, err := source.NewBackup(location(path, "rw", "busy_timeout(100)", openDamaged, "fullfsync(ON)"))
 		if err != nil {
 			return err
 		}
@@ -250,8 +250,8 @@ func checkBackup(ctx context.Context, db *sql.DB, pageSize int) error {
 	err = db.QueryRowContext(ctx, `SELECT CASE
 		WHEN encoding <> 'UTF-8' THEN 'its text encoding is ' || encoding
 		WHEN page_size <> ?1 THEN format('it has pages of %d bytes, and the database of %d', page_size, ?1)
-		WHEN EXISTS (SELECT 1 FROM pets WHERE id < 1 OR length(name) NOT BETWEEN 1 AND 255
-			OR status NOT IN ('available', 'pending', 'sold')) THEN 'it has an animal that breaks a rule of the schema'
+		WHEN EXISTS (SELECT 1 FROM pets WHERE id < 1 OR typeof(name) <> 'text' OR length(name) NOT BETWEEN 1 AND 255
+			OR typeof(category_id) <> 'integer' OR ifnull(status, '') NOT IN ('available', 'pending', 'sold')) THEN 'it has an animal that breaks a rule of the schema'
 		ELSE integrity_check END FROM pragma_encoding, pragma_page_size, pragma_integrity_check`, pageSize).Scan(&fault)
 	if err == nil && fault != "ok" {
 		err = errors.New(fault)

@@ -24,8 +24,9 @@ import (
 )
 
 const (
-	maxLogged = 1 << 10 // bytes of a path or a method in the log
-	maxCache  = 8 << 20 // bytes of cached responses; a full cache is emptied
+	maxLogged  = 1 << 10 // bytes of a path or a method in the log
+	maxWarning = 256     // bytes of a warning of net/http in the log
+	maxCache   = 8 << 20 // bytes of cached responses; a full cache is emptied
 )
 
 // server is the service as an http.Handler.
@@ -306,6 +307,6 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 type warnings struct{ log *slog.Logger }
 
 func (w warnings) Write(line []byte) (int, error) {
-	w.log.Warn(string(bytes.TrimSpace(line[:min(len(line), maxLogged)])))
+	w.log.Warn(string(bytes.TrimSpace(line[:min(len(line), maxWarning)])))
 	return len(line), nil
 }

@@ -803,6 +803,9 @@ var callbacks sync.Map
 func watchSQLite() {
 	sqlite.RegisterConnectionHook(func(conn sqlite.ExecQuerierContext, dsn string) error {
 		opened, err := url.Parse(dsn)
+		if strings.Contains(dsn, "writable_schema") { // of checkLog, which closes it
+			return err
+		}
 		connections.Lock()
 		defer connections.Unlock()
 		switch file := opened.Path; opened.Query().Get("mode") {
@@ -1395,8 +1398,8 @@ func TestMovedFiles(t *testing.T) {
 	const (
 		fine     = "msg=stopped"
 		inPlace  = "the animals in it were saved in the database"
-		copied   = "all animals were saved in"
-		replaced = "another program has replaced"
+		copied   = "what it held was saved in"
+		replaced = "was replaced, perhaps by"
 		choose   = "stop; refused; mv animals.db.saved animals.db; start"
 	)
 	for _, c := range []struct{ steps, log string }{ // log is what the first stop must log
@@ -1409,7 +1412,7 @@ func TestMovedFiles(t *testing.T) {
 		{"mv animals.db-wal away; begin; commit; noticed; mv away animals.db-wal; adds; stop; start", replaced},
 		{"mv animals.db-wal away; begin; post; unhealthy; commit; stop; start", `key=62af8704 error="the database is unavailable`},
 		{"begin; add; rm animals.db-wal; unhealthy; commit; stop; start", inPlace},
-		{"read; add; rm animals.db-wal; stop; refused; end; mv animals.db.saved animals.db; start", copied},
+		{"read; add; rm animals.db-wal; stop; refused; mv animals.db.saved animals.db; too early; end; start; add; kill; start", copied},
 		{"rm animals.db; stop; start", copied},
 		{"rm animals.db*; unhealthy; add; stop; start", copied},
 		{`rm -r "$PWD"; stop; start`, copied},
@@ -1425,6 +1428,12 @@ func TestMovedFiles(t *testing.T) {
 		{"mkdir data; mv animals.db data; ln -s data/animals.db .; unhealthy; add; kill; start", ""},
 		{"mkdir data; mv animals.db data; ln -s data/animals.db .; stop; start", inPlace},
 		{"mkdir data; mv animals.db* data; ln -s data/animals.db .; healthy; add; stop; start", fine},
+		{"second; copy; add; mv other animals.db; stop; stop second; refused; rm animals.db.saved2; mv animals.db.saved animals.db; start", copied},
+		{"copy; add; mv other animals.db; emptied; look; " + choose, copied},
+		{"cp animals.db animals.db.saved; add; rm animals.db; stop; refused; rm animals.db.saved; start", copied},
+		{"break; rm animals.db; stop; start; mend", "saved in .* the copy is damaged, and perhaps the database: CHECK constraint failed"},
+		{"mkdir data; kill; mv animals.db* data; ln -s data/animals.db .; start; read; add; mv data/animals.db moved; stop; refused; mv animals.db.saved data/animals.db; start", copied},
+		{"kill; start; mv animals.db moved; kill; no database; mv moved animals.db; start", ""},
 		{"copy; kill; begin; waiting; mv other animals.db; commit; ended; start", ""}, // during a start
 		{"kill; begin; waiting; rm animals.db-wal; commit; ended; start", ""},
 		{"limit; mv animals.db moved; stop; refused; mv moved animals.db; rm animals.db.saved; start", "no copy could be saved: disk I/O error"},
@@ -1511,7 +1520,7 @@ func (m *movedFiles) do(step string) {
 	case "noticed": // that another program has begun a new log
 		eventually(m.t, "the program notices", func() bool {
 			m.send("GET", "/healthz")
-			return strings.Contains(m.program.read("path=/healthz.*")[0], "has replaced")
+			return strings.Contains(m.program.read("path=/healthz.*")[0], "was replaced")
 		})
 	case "adds": // until the program has looked at the log
 		for start := time.Now(); time.Since(start) < 2*watchInterval; {
@@ -1553,7 +1562,22 @@ func (m *movedFiles) do(step string) {
 	case "second":
 		m.second = startProcess(m.t, command(m.t, execSelf, "-db", m.db))
 	case "refused":
-		m.run(1, "animals.db.saved")
+		m.run(1, `animals.db.saved" was saved by a stop`)
+	case "too early": // because another program uses the log that was deleted
+		m.run(1, "end all programs that use the database")
+		m.run(1, "end all programs that use the database", "-restore", m.db)
+	case "no database":
+		m.run(1, "is the write-ahead log of one")
+	case "emptied":
+		eventually(m.t, "the log is emptied", func() bool { return try(os.Stat(m.db+"-wal"))(m.t).Size() == 0 })
+	case "look":
+		db := connect(m.t, m.db)
+		db.Exec("SELECT count(*) FROM pets")
+		must(m.t, db.Close())
+	case "break":
+		m.sqlite3("PRAGMA ignore_check_constraints = ON; INSERT INTO pets (name, category_id, status) VALUES ('x', 1, 'lost')")
+	case "mend":
+		m.sqlite3("DELETE FROM pets WHERE status = 'lost'")
 	case "waiting": // a start, for the lock of another program
 		m.second = startUntilOpen(m.t, m.db+"-wal", "-db", m.db)
 	case "ended":
@@ -1564,6 +1588,8 @@ func (m *movedFiles) do(step string) {
 		m.run(0, "", "-restore", m.db+".saved")
 	case "kill second":
 		m.second.stop(syscall.SIGKILL)
+	case "stop second":
+		m.second.stop(syscall.SIGTERM)
 	case "kill":
 		m.program.stop(syscall.SIGKILL)
 	case "stop":

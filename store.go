@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"database/sql"
@@ -24,13 +25,15 @@ const (
 	watchInterval          = 250 * time.Millisecond // between checks for commits of other programs, which must show within 1 s
 	idempotencyKeyLifetime = 24 * 60 * 60           // seconds for which an idempotency key is remembered
 	maxIdleWAL             = 64 << 20               // bytes to which SQLite truncates the write-ahead log when it is not needed
-	savedSuffix            = ".saved"               // in the name of a copy of a database whose files were moved while it was open
 	applicationID          = 0x50657473             // PRAGMA application_id: "Pets", the mark of this service's databases
 
 	// schemaVersion is the PRAGMA user_version of the schema below; a new database has 0. Raise it with every change of the
 	// schema, and migrate older tables in the transaction that sets it: read it again there, because another process may have.
 	schemaVersion = 1
 )
+
+// savedSuffixes end the names of copies of a database whose files were moved while it was open.
+var savedSuffixes = []string{".saved", ".saved2", ".saved3", ".saved4"}
 
 // schema creates the tables if they do not exist. The CHECKs apply to manual edits, too. (For an IN, SQLite would create a
 // temporary b-tree at each insert.)
@@ -107,6 +110,7 @@ type store struct {
 	path    string      // absolute
 	file    os.FileInfo // the database that was opened
 	wal     os.FileInfo // its write-ahead log
+	walPath string      // where the log was when it was opened
 	readers *sql.DB
 	writer  *sql.DB // one connection, so that its statements form one transaction
 	watcher *sql.DB // one connection, which sees the commits of all others, and waits for no lock
@@ -127,18 +131,19 @@ type store struct {
 
 // openStore opens the database at path, which is absolute. If the file is missing or empty (isNew), it creates the database.
 func openStore(path string) (s *store, isNew bool, err error) {
+	for _, suffix := range savedSuffixes {
+		if _, err := os.Lstat(path + suffix); err == nil {
+			return nil, false, fmt.Errorf("%q was saved by a stop, when the database was not in its place; it is empty if that failed, and the "+
+				"database that is there now may be newer; keep one as %q, and move the other elsewhere, with any -wal and -shm beside it", path+suffix, path)
+		}
+	}
 	wal, _ := os.Stat(walPath(path)) // before the database, which another process may be creating
 	file, err := os.Stat(path)       // before SQLite opens it, which may then wait for a lock
 	if link, _ := os.Lstat(path); err != nil && link != nil && link.Mode()&os.ModeSymlink != 0 {
 		return nil, false, err // a link that cannot be followed
 	}
 	isNew = err != nil || file.Size() <= 1 // SQLite takes a file of one byte for empty
-	saved := path + savedSuffix
-	if _, err := os.Lstat(saved); err == nil {
-		return nil, false, fmt.Errorf("%q was saved by a stop, when the database was not in its place; it is empty if it did not fit on the "+
-			"disk, and the database that is there now may be newer; keep one as %q, and move the other elsewhere, with any -wal and -shm beside it", saved, path)
-	}
-	if isNew && wal != nil && wal.Size() > 0 {
+	if wal != nil && (err != nil || isNew && wal.Size() > 0) {
 		return nil, false, fmt.Errorf("there is no database, but %q is the write-ahead log of one and may hold animals; "+
 			"put that database back, or delete the log to start with an empty one", walPath(path))
 	}
@@ -152,7 +157,13 @@ func openStore(path string) (s *store, isNew bool, err error) {
 		watcher:   openPool(path, "rw", 1, "busy_timeout(0)", "fullfsync(ON)"),
 		closing:   make(chan struct{}),
 	}
-	if err := s.open(); err != nil {
+	err = s.open()
+	if err == nil || sqliteCode(err) != 0 { // for which a deleted log may be the reason
+		probe := openPool(path, "rw", 1, openDamaged)
+		defer probe.Close()
+		err = cmp.Or(checkLog(probe, path), err)
+	}
+	if err != nil {
 		s.watcher.Close()
 		s.readers.Close()
 		s.writer.Close()
@@ -171,7 +182,8 @@ func (s *store) open() error {
 	if err != nil {
 		return err
 	}
-	s.wal, _ = os.Stat(walPath(s.path))                                      // before Exec, which may wait for a lock
+	s.walPath = walPath(s.path)
+	s.wal, _ = os.Stat(s.walPath)                                            // before Exec, which may wait for a lock
 	statements := "PRAGMA journal_mode = WAL; DELETE FROM pets WHERE id = 0" // a write of nothing: fails if read-only or locked
 	if version < schemaVersion {
 		statements = schema
@@ -243,11 +255,22 @@ func (s *store) close() error {
 // path.saved, where it makes the next start refuse until the operator has chosen. It returns an error that names the copy.
 func (s *store) save() error {
 	os.MkdirAll(filepath.Dir(s.path), 0o700)
-	saved, wal := s.path+savedSuffix, walPath(s.path)
-	if err := copyTo(context.Background(), s.watcher, saved); err != nil {
-		os.WriteFile(saved, nil, 0o600) // or the next start could begin an empty database
-		return fmt.Errorf("the database or its write-ahead log was moved, deleted or replaced, and no copy could be saved: %w; "+
-			"put its files back, as %q and %q, and delete %q", err, s.path, wal, saved)
+	saved, err := "", errors.New("no name is free")
+	for _, suffix := range savedSuffixes {
+		if checkFree(s.path+suffix) != nil {
+			continue // another service may have saved its copy
+		}
+		// The empty file makes the next start refuse even if there will be no copy.
+		if f, failed := os.OpenFile(s.path+suffix, os.O_CREATE|os.O_EXCL, 0o600); failed == nil {
+			f.Close()
+			saved = s.path + suffix
+			err = copyTo(context.Background(), s.watcher, saved, true)
+			break
+		}
+	}
+	const moved = "the database or its write-ahead log was moved, deleted or replaced while the service ran"
+	if err != nil && !errors.Is(err, errDamaged) {
+		return fmt.Errorf("%s, and no copy could be saved: %w; put its files back, as %q and %q, and delete %q", moved, err, s.path, walPath(s.path), saved)
 	}
 	os.Chmod(saved, s.file.Mode())
 	s.emptyWAL() // into the database, wherever it is
@@ -257,15 +280,17 @@ func (s *store) save() error {
 		os.Remove(saved)
 		saved = s.path
 	}
-	return fmt.Errorf("the database or its write-ahead log was moved, deleted or replaced while the service ran; all animals were saved in %q", saved)
+	return errors.Join(fmt.Errorf("%s; what it held was saved in %q", moved, saved), err)
 }
 
 // setWALAside renames the write-ahead log of a database that is no longer at path, and removes its index: SQLite would apply
 // the log to the next database at path, and other programs may still write to it.
 func (s *store) setWALAside() {
-	if wal := walPath(s.path); isFile(wal, s.wal) && !isFile(s.path, s.file) {
-		os.Rename(wal, wal+".old")
-		os.Remove(strings.TrimSuffix(wal, "wal") + "shm")
+	for _, wal := range []string{walPath(s.path), s.walPath} { // which differ if path is a link
+		if isFile(wal, s.wal) && !isFile(s.path, s.file) {
+			os.Rename(wal, wal+".old")
+			os.Remove(strings.TrimSuffix(wal, "wal") + "shm")
+		}
 	}
 }
 
@@ -407,7 +432,7 @@ func (s *store) insert(c *creation, now int64) error {
 // go on writing to both wherever they are, even if they were deleted.
 func (s *store) inPlace() error {
 	if !isFile(s.path, s.file) {
-		return fmt.Errorf("%w: %q was moved, deleted or replaced; put it back, or make sure of disk space and restart the service, which saves all animals in a copy",
+		return fmt.Errorf("%w: %q was moved, deleted or replaced; put it back, or make sure of disk space and restart the service, which saves what it holds in a copy",
 			errUnavailable, s.path)
 	}
 	if problem := s.walProblem.Load(); problem != nil {
@@ -416,29 +441,51 @@ func (s *store) inPlace() error {
 	return nil
 }
 
-// checkWAL notes whether the write-ahead log is where the next process looks for it. If not, checkWAL copies what the log holds,
-// which is still open, to the database, and returns an error. Once another program has begun a new log, it copies nothing: all
-// programs share one index of the log, which then describes the new one. Calls must not overlap.
+// checkWAL notes whether the write-ahead log is where the next process looks for it, beside the database. If not, checkWAL copies
+// what the log holds, which is still open, to the database, and returns an error if that is in its place. It copies nothing once
+// another program has begun a new log: all programs share one index of the log, which then describes the new one. Calls must not
+// overlap.
 func (s *store) checkWAL() error {
 	path := walPath(s.path)
 	wal, err := os.Stat(path)
-	gone := isFile(s.path, s.file) && (err != nil || !os.SameFile(wal, s.wal))
+	inPlace := isFile(s.path, s.file)
+	gone := inPlace && (err != nil || !os.SameFile(wal, s.wal))
 	s.walReplaced = s.walReplaced || gone && err == nil && wal.Size() > 0
+	if !inPlace && !s.walReplaced {
+		s.emptyWAL() // at once: another program would apply the log to the file that is now at path, and then empty it
+	}
 	if !gone && !s.walReplaced {
 		s.walProblem.Store(nil)
 		return nil
 	}
 	problem := fmt.Errorf("%q was moved or deleted", path)
 	s.walProblem.Store(&problem) // first: creations must not begin to fill the log again
+	const restart = "end all other programs that use the database, and restart the service"
 	if s.walReplaced {
-		err = fmt.Errorf("another program has replaced %q; any animals that were only in the old one are lost; restart the service", path)
+		err = fmt.Errorf("%q was replaced, perhaps by another program; any animals that were only in the old one are lost; %s", path, restart)
 	} else if err = s.emptyWAL(); err != nil {
 		err = fmt.Errorf("%w, and the animals in it could not be saved yet: %w; do not restart the service before they are", problem, err)
 	} else {
-		err = fmt.Errorf("%w; the animals in it were saved in the database; restart the service", problem)
+		err = fmt.Errorf("%w; the animals in it were saved in the database; %s", problem, restart)
 	}
 	s.walProblem.Store(&err)
 	return err
+}
+
+// checkLog returns an error if another program still uses a write-ahead log that was deleted. What others then write to the new
+// log at its path, which lacks a header, is lost, but the index that all share hides that.
+func checkLog(db *sql.DB, path string) error {
+	var busy, frames, copied int
+	db.QueryRow("PRAGMA wal_checkpoint(NOOP)").Scan(&busy, &frames, &copied) // an error, as after damage, leaves frames 0
+	header := make([]byte, 2)
+	if f, err := os.Open(walPath(path)); err == nil {
+		f.Read(header)
+		f.Close()
+	}
+	if frames > 0 && !bytes.Equal(header, []byte{0x37, 0x7f}) { // see sqlite.org/fileformat2.html
+		return errors.New("another program uses the database with a write-ahead log that was deleted; end all programs that use the database, and try again")
+	}
+	return nil
 }
 
 // emptyWAL moves all that the write-ahead log holds to the database. It waits for no lock: another program that holds one could
@@ -493,14 +540,10 @@ func (s *store) watch() {
 	}
 }
 
-// copyTo writes a consistent copy of a database to the new file target. The copy gets that name once it is verified and on disk;
-// after an error before that, nothing of it is left.
-func copyTo(ctx context.Context, db *sql.DB, target string) error {
-	for _, file := range []string{target, target + "-wal", target + "-journal"} { // SQLite would apply the last two to the copy
-		if _, err := os.Lstat(file); err == nil {
-			return fmt.Errorf("%q exists already; name a new file", file)
-		}
-	}
+// copyTo writes a consistent copy of a database to the file target, which does not exist or is empty. The copy gets that name once
+// it is verified and on disk; after an error, nothing of it is left. If damagedToo, a copy that is damaged is kept, too, and the
+// error is errDamaged.
+func copyTo(ctx context.Context, db *sql.DB, target string, damagedToo bool) error {
 	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
 	if err != nil {
 		return err
@@ -514,17 +557,34 @@ func copyTo(ctx context.Context, db *sql.DB, target string) error {
 	written := openPool(temp.Name(), "rw", 1) // on a read-only connection, integrity_check would skip the CHECK constraints
 	var result string
 	err = written.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result)
+	var damage error
 	if err == nil && result != "ok" {
-		err = fmt.Errorf("the copy is damaged, and perhaps the database: %s", result)
+		damage = fmt.Errorf("%w: %s", errDamaged, result)
 	}
-	if err := errors.Join(err, written.Close(), temp.Sync(), temp.Close()); err != nil {
-		return err
+	err = errors.Join(err, written.Close(), temp.Sync(), temp.Close())
+	if err != nil || damage != nil && !damagedToo {
+		return cmp.Or(err, damage)
 	}
 	if err := os.Rename(temp.Name(), target); err != nil {
 		return err
 	}
-	return syncPath(filepath.Dir(target)) // or a loss of power could take the name away
+	return cmp.Or(damage, syncPath(filepath.Dir(target))) // or a loss of power could take the name away
 }
+
+var errDamaged = errors.New("the copy is damaged, and perhaps the database")
+
+// checkFree returns an error if there is a file at path, or one that SQLite would apply to a database there.
+func checkFree(path string) error {
+	for _, file := range []string{path, path + "-wal", path + "-journal"} {
+		if _, err := os.Lstat(file); err == nil {
+			return fmt.Errorf("%q exists already; name a new file", file)
+		}
+	}
+	return nil
+}
+
+// openDamaged is a pragma that lets SQLite open a database whose schema is damaged, or whose end is missing.
+const openDamaged = "writable_schema(ON)"
 
 // openPool returns a pool of up to size connections to the database in file, at its location. None is open yet.
 func openPool(file, mode string, size int, pragmas ...string) *sql.DB {
