@@ -1429,7 +1429,8 @@ func TestMovedFiles(t *testing.T) {
 		{"mkdir data; mv animals.db data; ln -s data/animals.db .; stop; start", inPlace},
 		{"mkdir data; mv animals.db* data; ln -s data/animals.db .; healthy; add; stop; start", fine},
 		{"second; copy; add; mv other animals.db; stop; stop second; refused; rm animals.db.saved2; mv animals.db.saved animals.db; start", copied},
-		{"copy; add; mv other animals.db; emptied; look; " + choose, copied},
+		{"copy; add; mv other animals.db; aside; look; " + choose, copied},
+		{"copy; mv animals.db moved; mv other animals.db; aside; add; mv moved animals.db; healthy; add; stop; start", fine},
 		{"cp animals.db animals.db.saved; add; rm animals.db; stop; refused; rm animals.db.saved; start", copied},
 		{"break; rm animals.db; stop; start; mend", "saved in .* the copy is damaged, and perhaps the database: CHECK constraint failed"},
 		{"mkdir data; kill; mv animals.db* data; ln -s data/animals.db .; start; read; add; mv data/animals.db moved; stop; refused; mv animals.db.saved data/animals.db; start", copied},
@@ -1568,8 +1569,8 @@ func (m *movedFiles) do(step string) {
 		m.run(1, "end all programs that use the database", "-restore", m.db)
 	case "no database":
 		m.run(1, "is the write-ahead log of one")
-	case "emptied":
-		eventually(m.t, "the log is emptied", func() bool { return try(os.Stat(m.db+"-wal"))(m.t).Size() == 0 })
+	case "aside":
+		eventually(m.t, "the log is out of the way", func() bool { _, err := os.Stat(m.db + "-wal"); return err != nil })
 	case "look":
 		db := connect(m.t, m.db)
 		db.Exec("SELECT count(*) FROM pets")

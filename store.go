@@ -32,6 +32,9 @@ const (
 	schemaVersion = 1
 )
 
+// asideSuffix ends the names of a write-ahead log and its index while another file is in the place of their database.
+const asideSuffix = ".old"
+
 // savedSuffixes end the names of copies of a database whose files were moved while it was open.
 var savedSuffixes = []string{".saved", ".saved2", ".saved3", ".saved4"}
 
@@ -157,11 +160,17 @@ func openStore(path string) (s *store, isNew bool, err error) {
 		watcher:   openPool(path, "rw", 1, "busy_timeout(0)", "fullfsync(ON)"),
 		closing:   make(chan struct{}),
 	}
+	probe := openPool(path, "rw", 1, openDamaged)
+	defer probe.Close()
 	err = s.open()
-	if err == nil || sqliteCode(err) != 0 { // for which a deleted log may be the reason
-		probe := openPool(path, "rw", 1, openDamaged)
-		defer probe.Close()
+	if err == nil || sqliteCode(err) != 0 { // an error of SQLite that a deleted log may explain
 		err = cmp.Or(checkLog(probe, path), err)
+	}
+	if err == nil {
+		// A process that was killed may have left commits that are not on disk yet. SQLite recovers them without a sync, and a
+		// response to a repeated request must not acknowledge them before. The checkpoint then empties the log, if it can.
+		err = cmp.Or(syncPath(s.walPath), syncPath(filepath.Dir(s.walPath)))
+		s.emptyWAL()
 	}
 	if err != nil {
 		s.watcher.Close()
@@ -195,19 +204,12 @@ func (s *store) open() error {
 		s.wal, _ = os.Stat(walPath(s.path))
 	}
 	if !isFile(s.path, s.file) || !isFile(walPath(s.path), s.wal) {
-		if _, err := os.Stat(s.path); err == nil {
+		if _, err := os.Stat(s.path); err == nil { // otherwise the log still shows that a database is missing
 			s.setWALAside()
 		}
 		return errors.New("the database or its write-ahead log was moved, deleted or replaced during the start; start again")
 	}
-	if err := cmp.Or(s.prepare(), openAll(s.readers), openAll(s.watcher)); err != nil {
-		return err
-	}
-	// A process that was killed may have left commits that are not on disk yet. SQLite recovers them without a sync, and a
-	// response to a repeated request must not acknowledge them before. The checkpoint then empties the log, if it can.
-	err = cmp.Or(syncPath(walPath(s.path)), syncPath(filepath.Dir(walPath(s.path))))
-	s.emptyWAL()
-	return err
+	return cmp.Or(s.prepare(), openAll(s.readers), openAll(s.watcher))
 }
 
 // prepare prepares the statements.
@@ -283,13 +285,13 @@ func (s *store) save() error {
 	return errors.Join(fmt.Errorf("%s; what it held was saved in %q", moved, saved), err)
 }
 
-// setWALAside renames the write-ahead log of a database that is no longer at path, and removes its index: SQLite would apply
-// the log to the next database at path, and other programs may still write to it.
+// setWALAside gives the write-ahead log and its index other names if another file is at path, or nothing is. SQLite would apply
+// the log to that file, and share both with programs that open it.
 func (s *store) setWALAside() {
 	for _, wal := range []string{walPath(s.path), s.walPath} { // which differ if path is a link
 		if isFile(wal, s.wal) && !isFile(s.path, s.file) {
-			os.Rename(wal, wal+".old")
-			os.Remove(strings.TrimSuffix(wal, "wal") + "shm")
+			os.Rename(wal, wal+asideSuffix)
+			os.Rename(shmPath(wal), shmPath(wal)+asideSuffix)
 		}
 	}
 }
@@ -449,16 +451,26 @@ func (s *store) checkWAL() error {
 	path := walPath(s.path)
 	wal, err := os.Stat(path)
 	inPlace := isFile(s.path, s.file)
+	if inPlace && err != nil && isFile(path+asideSuffix, s.wal) { // the database has been put back
+		os.Rename(shmPath(path)+asideSuffix, shmPath(path))
+		os.Rename(path+asideSuffix, path)
+		wal, err = os.Stat(path)
+	}
 	gone := inPlace && (err != nil || !os.SameFile(wal, s.wal))
 	s.walReplaced = s.walReplaced || gone && err == nil && wal.Size() > 0
+	problem := fmt.Errorf("%q was moved or deleted", path)
 	if !inPlace && !s.walReplaced {
 		s.emptyWAL() // at once: another program would apply the log to the file that is now at path, and then empty it
+		if _, err := os.Stat(s.path); err == nil {
+			s.setWALAside()
+			s.walProblem.Store(&problem) // until the log is back, too
+		}
+		return nil
 	}
 	if !gone && !s.walReplaced {
 		s.walProblem.Store(nil)
 		return nil
 	}
-	problem := fmt.Errorf("%q was moved or deleted", path)
 	s.walProblem.Store(&problem) // first: creations must not begin to fill the log again
 	const restart = "end all other programs that use the database, and restart the service"
 	if s.walReplaced {
@@ -471,6 +483,9 @@ func (s *store) checkWAL() error {
 	s.walProblem.Store(&err)
 	return err
 }
+
+// shmPath returns the path of the index of the write-ahead log at walPath.
+func shmPath(walPath string) string { return strings.TrimSuffix(walPath, "wal") + "shm" }
 
 // checkLog returns an error if another program still uses a write-ahead log that was deleted. What others then write to the new
 // log at its path, which lacks a header, is lost, but the index that all share hides that.
