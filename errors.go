@@ -94,10 +94,8 @@ func explain(err error) error {
 		hint = "another program is using it"
 	case sqlite3.SQLITE_IOERR:
 		hint = "end all other programs that use it; if there are none, the disk may be failing"
-	case sqlite3.SQLITE_CORRUPT:
-		hint = "it is damaged: put a backup in, with -restore"
-	case sqlite3.SQLITE_NOTADB:
-		hint = "if its header is damaged, move its files elsewhere, and copy a backup into its place"
+	case sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB:
+		hint = "it is damaged: put a backup in with -restore or, if that fails, move its files elsewhere and copy a backup into their place"
 	default:
 		return err
 	}
