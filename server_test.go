@@ -1240,6 +1240,33 @@ func TestAnimalsOutliveTheProcess(t *testing.T) {
 	s.want(s.do("POST", "/v1/pets", rex), 201, `"id":3,`)
 }
 
+// TestCloseWaitsForACommit closes the database while an animal is being committed.
+func TestCloseWaitsForACommit(t *testing.T) {
+	s := parallelService(t)
+	closed := make(chan error, 1)
+	s.onCommit(func() {
+		go func() { closed <- s.close() }()
+		select {
+		case err := <-closed:
+			t.Errorf("close did not wait: %v", err)
+		case <-time.After(2 * watchInterval): // by then watch has ended
+		}
+	})
+	added := make(chan bool)
+	go func() { s.add("Rex", 7, "sold"); close(added) }()
+	for range 2 {
+		select {
+		case <-added:
+			added = nil
+		case err := <-closed:
+			must(t, err)
+		case <-time.After(10 * time.Second):
+			s.close = func() error { return nil } // it would not return
+			t.Fatal("neither the commit nor close has ended")
+		}
+	}
+}
+
 // process is the program running as a process.
 type process struct {
 	t      testing.TB
@@ -1272,16 +1299,19 @@ func startProcess(t testing.TB, cmd *exec.Cmd) *process {
 	return p
 }
 
-// startUntilOpen starts the program with args, and waits until it has opened a file.
-func startUntilOpen(t testing.TB, file string, args ...string) *process {
+// startUntilOpen starts the program with args, and waits until a number of its connections have opened a file.
+func startUntilOpen(t testing.TB, file string, connections int, args ...string) *process {
 	t.Helper()
 	p := spawn(t, command(t, execSelf, args...))
 	eventually(t, "the program opens "+file, func() bool {
+		open := 0
 		descriptors, _ := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", p.cmd.Process.Pid))
-		return slices.ContainsFunc(descriptors, func(fd string) bool {
-			name, _ := os.Readlink(fd)
-			return name == file
-		})
+		for _, fd := range descriptors {
+			if name, _ := os.Readlink(fd); name == file {
+				open++
+			}
+		}
+		return open == connections
 	})
 	return p
 }
@@ -1428,9 +1458,10 @@ func TestMovedFiles(t *testing.T) {
 		{"mkdir data; mv animals.db data; ln -s data/animals.db .; unhealthy; add; kill; start", ""},
 		{"mkdir data; mv animals.db data; ln -s data/animals.db .; stop; start", inPlace},
 		{"mkdir data; mv animals.db* data; ln -s data/animals.db .; healthy; add; stop; start", fine},
+		{"second; rm animals.db; stop; start; add; stop second; add; kill; mv animals.db.saved old; start", copied},
 		{"second; copy; add; mv other animals.db; stop; stop second; refused; rm animals.db.saved2; mv animals.db.saved animals.db; start", copied},
-		{"copy; add; mv other animals.db; aside; look; " + choose, copied},
-		{"copy; mv animals.db moved; mv other animals.db; aside; add; mv moved animals.db; healthy; add; stop; start", fine},
+		{"copy; add; mv other animals.db; emptied; look; " + choose, copied},
+		{"copy; mv animals.db moved; mv other animals.db; emptied; add; mv moved animals.db; healthy; add; stop; start", fine},
 		{"cp animals.db animals.db.saved; add; rm animals.db; stop; refused; rm animals.db.saved; start", copied},
 		{"break; rm animals.db; stop; start; mend", "saved in .* the copy is damaged, and perhaps the database: CHECK constraint failed"},
 		{"mkdir data; kill; mv animals.db* data; ln -s data/animals.db .; start; read; add; mv data/animals.db moved; stop; refused; mv animals.db.saved data/animals.db; start", copied},
@@ -1569,8 +1600,8 @@ func (m *movedFiles) do(step string) {
 		m.run(1, "end all programs that use the database", "-restore", m.db)
 	case "no database":
 		m.run(1, "is the write-ahead log of one")
-	case "aside":
-		eventually(m.t, "the log is out of the way", func() bool { _, err := os.Stat(m.db + "-wal"); return err != nil })
+	case "emptied":
+		eventually(m.t, "the log is emptied", func() bool { return try(os.Stat(m.db+"-wal"))(m.t).Size() == 0 })
 	case "look":
 		db := connect(m.t, m.db)
 		db.Exec("SELECT count(*) FROM pets")
@@ -1580,7 +1611,7 @@ func (m *movedFiles) do(step string) {
 	case "mend":
 		m.sqlite3("DELETE FROM pets WHERE status = 'lost'")
 	case "waiting": // a start, for the lock of another program
-		m.second = startUntilOpen(m.t, m.db+"-wal", "-db", m.db)
+		m.second = startUntilOpen(m.t, m.db+"-wal", 1, "-db", m.db)
 	case "ended":
 		if status, output := m.second.stop(); status != 1 || !strings.Contains(output, "during the start") {
 			m.t.Errorf("the start ended with %d, %s", status, output)
@@ -2055,7 +2086,7 @@ func TestSettings(t *testing.T) {
 		{args{"-db", fine, "-restore", ours("no-pets", "DROP TABLE pets")}, "", 1, "no such table: pets"},
 		{args{"-db", fine, "-restore", ours("column", "ALTER TABLE idempotency_keys RENAME COLUMN key TO k")}, "", 1, "no such column: key"},
 		{args{"-db", fine, "-restore", ours("view", "ALTER TABLE pets RENAME TO p; CREATE VIEW pets AS SELECT * FROM p")}, "", 1, "it is a view"},
-		{args{"-db", fine, "-restore", ours("rule", "PRAGMA ignore_check_constraints = ON; INSERT INTO pets VALUES (1, 'x', 1, 'lost')")}, "", 1, "breaks a rule"},
+		{args{"-db", fine, "-restore", ours("rule", "DROP TABLE pets; CREATE TABLE pets (id INTEGER PRIMARY KEY, name, category_id, status); INSERT INTO pets VALUES (1, NULL, 1, 'sold')")}, "", 1, "breaks a rule"},
 		{args{"-db", fine, "-restore", ours("pages", "PRAGMA journal_mode = DELETE; PRAGMA page_size = 8192; VACUUM")}, "", 1, "pages of 8192 bytes, and the database of 4096"},
 		{args{"-db", fine, "-restore", foreign("encoding", "PRAGMA encoding = 'UTF-16le'; "+schema)}, "", 1, "its text encoding is UTF-16le"},
 		{args{"-db", readOnly}, "API_KEYS=k", 1, "attempt to write a readonly database"},
@@ -2176,11 +2207,16 @@ func TestRestoreThatIsEnded(t *testing.T) {
 	s.sqlite3("DELETE FROM pets WHERE id > 7")
 	args := []string{"-db", s.db, "-restore", s.db + ".copy"}
 	unlock := s.lock()
-	p := startUntilOpen(t, s.db+"-wal", args...)
+	p := startUntilOpen(t, s.db+"-wal", 2, args...) // the second connection waits for the lock
 	if status, output := p.stop(syscall.SIGINT); status != 1 || !strings.Contains(output, "canceled") || strings.Count(output, "\n") != 1 {
 		t.Errorf("after an interrupt: exit status %d, %s", status, output)
 	}
+	p = startUntilOpen(t, s.db+"-wal", 2, args...)
 	unlock()
+	if status, output := p.stop(); status != 0 {
+		t.Errorf("after the lock was released: exit status %d, %s", status, output)
+	}
+	s.wantSQL("SELECT count(*) FROM pets", "20000")
 	for range 5 {
 		s.sqlite3("DELETE FROM pets WHERE id > 7; PRAGMA wal_checkpoint(TRUNCATE)")
 		p := spawn(t, command(t, execSelf, args...))
@@ -2295,6 +2331,15 @@ func TestDocument(t *testing.T) {
 	for status, code := range errorCodes {
 		if !regexp.MustCompile(fmt.Sprintf("(?m)^\\| [^|]*%d.*`%s`", status, code)).MatchString(readme) {
 			t.Errorf("README.md has no line for %d %s", status, code)
+		}
+	}
+	s := newService(t)
+	s.add("Rex", 7, "sold")
+	for _, path := range []string{"/v1/pets", "/v1/pets/1", "/healthz", "/openapi.json", "/", "/v1", "/metrics", "/debug/vars", "/debug/pprof/"} {
+		for _, method := range []string{"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "QUERY"} {
+			for _, headers := range []string{"", "Authorization:"} { // contractFaults knows what is not documented
+				s.do(method, path, "", headers)
+			}
 		}
 	}
 	var operations []string

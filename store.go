@@ -32,9 +32,6 @@ const (
 	schemaVersion = 1
 )
 
-// asideSuffix ends the names of a write-ahead log and its index while another file is in the place of their database.
-const asideSuffix = ".old"
-
 // savedSuffixes end the names of copies of a database whose files were moved while it was open.
 var savedSuffixes = []string{".saved", ".saved2", ".saved3", ".saved4"}
 
@@ -128,6 +125,7 @@ type store struct {
 	gathering   *batch                // the batch that a creation can join, or nil
 	walProblem  atomic.Pointer[error] // why the log is not in its place, as checkWAL has last seen, or nil
 	walReplaced bool                  // another program has begun a new log; used by checkWAL and close
+	emptied     bool                  // the log was emptied when the database was moved, and others may use it since; used by checkWAL
 	changes     atomic.Int64          // grows after every commit: of this process, before it is acknowledged; of others, within watchInterval
 	closing     chan struct{}         // ends watch
 }
@@ -272,26 +270,28 @@ func (s *store) save() error {
 	}
 	const moved = "the database or its write-ahead log was moved, deleted or replaced while the service ran"
 	if err != nil && !errors.Is(err, errDamaged) {
-		return fmt.Errorf("%s, and no copy could be saved: %w; put its files back, as %q and %q, and delete %q", moved, err, s.path, walPath(s.path), saved)
+		return fmt.Errorf("%s, and no copy could be saved: %w; put its files back, as %q and %q, and delete the empty copy", moved, err, s.path, walPath(s.path))
 	}
 	os.Chmod(saved, s.file.Mode())
-	s.emptyWAL() // into the database, wherever it is
 	s.setWALAside()
 	if os.Link(saved, s.path) == nil { // unlike Rename, it replaces nothing
 		syncPath(filepath.Dir(s.path))
 		os.Remove(saved)
 		saved = s.path
 	}
-	return errors.Join(fmt.Errorf("%s; what it held was saved in %q", moved, saved), err)
+	if err != nil {
+		return fmt.Errorf("%s; what it held was saved in %q, but %w", moved, saved, err)
+	}
+	return fmt.Errorf("%s; what it held was saved in %q", moved, saved)
 }
 
-// setWALAside gives the write-ahead log and its index other names if another file is at path, or nothing is. SQLite would apply
-// the log to that file, and share both with programs that open it.
+// setWALAside renames the write-ahead log of a database that is no longer at path, and removes its index: SQLite would apply
+// the log to the next database at path, and other programs may still write to it.
 func (s *store) setWALAside() {
 	for _, wal := range []string{walPath(s.path), s.walPath} { // which differ if path is a link
 		if isFile(wal, s.wal) && !isFile(s.path, s.file) {
-			os.Rename(wal, wal+asideSuffix)
-			os.Rename(shmPath(wal), shmPath(wal)+asideSuffix)
+			os.Rename(wal, wal+".old")
+			os.Remove(strings.TrimSuffix(wal, "wal") + "shm")
 		}
 	}
 }
@@ -451,26 +451,18 @@ func (s *store) checkWAL() error {
 	path := walPath(s.path)
 	wal, err := os.Stat(path)
 	inPlace := isFile(s.path, s.file)
-	if inPlace && err != nil && isFile(path+asideSuffix, s.wal) { // the database has been put back
-		os.Rename(shmPath(path)+asideSuffix, shmPath(path))
-		os.Rename(path+asideSuffix, path)
-		wal, err = os.Stat(path)
-	}
 	gone := inPlace && (err != nil || !os.SameFile(wal, s.wal))
 	s.walReplaced = s.walReplaced || gone && err == nil && wal.Size() > 0
-	problem := fmt.Errorf("%q was moved or deleted", path)
 	if !inPlace && !s.walReplaced {
-		s.emptyWAL() // at once: another program would apply the log to the file that is now at path, and then empty it
-		if _, err := os.Stat(s.path); err == nil {
-			s.setWALAside()
-			s.walProblem.Store(&problem) // until the log is back, too
-		}
+		s.emptied = s.emptied || s.emptyWAL() == nil // at once: another program could apply the log to a file that is now at path
 		return nil
 	}
+	s.emptied = false
 	if !gone && !s.walReplaced {
 		s.walProblem.Store(nil)
 		return nil
 	}
+	problem := fmt.Errorf("%q was moved or deleted", path)
 	s.walProblem.Store(&problem) // first: creations must not begin to fill the log again
 	const restart = "end all other programs that use the database, and restart the service"
 	if s.walReplaced {
@@ -484,23 +476,23 @@ func (s *store) checkWAL() error {
 	return err
 }
 
-// shmPath returns the path of the index of the write-ahead log at walPath.
-func shmPath(walPath string) string { return strings.TrimSuffix(walPath, "wal") + "shm" }
-
 // checkLog returns an error if another program still uses a write-ahead log that was deleted. What others then write to the new
 // log at its path, which lacks a header, is lost, but the index that all share hides that.
 func checkLog(db *sql.DB, path string) error {
-	var busy, frames, copied int
-	db.QueryRow("PRAGMA wal_checkpoint(NOOP)").Scan(&busy, &frames, &copied) // an error, as after damage, leaves frames 0
-	header := make([]byte, 2)
-	if f, err := os.Open(walPath(path)); err == nil {
-		f.Read(header)
-		f.Close()
+	for range 20 { // another program may be emptying the log between the two looks
+		var busy, frames, copied int
+		db.QueryRow("PRAGMA wal_checkpoint(NOOP)").Scan(&busy, &frames, &copied) // an error, as after damage, leaves frames 0
+		header := make([]byte, 2)
+		if f, err := os.Open(walPath(path)); err == nil {
+			f.Read(header)
+			f.Close()
+		}
+		if frames <= 0 || bytes.Equal(header, []byte{0x37, 0x7f}) { // see sqlite.org/fileformat2.html
+			return nil
+		}
+		time.Sleep(10 * time.Millisecond)
 	}
-	if frames > 0 && !bytes.Equal(header, []byte{0x37, 0x7f}) { // see sqlite.org/fileformat2.html
-		return errors.New("another program uses the database with a write-ahead log that was deleted; end all programs that use the database, and try again")
-	}
-	return nil
+	return errors.New("another program uses the database with a write-ahead log that was deleted; end all programs that use the database, and try again")
 }
 
 // emptyWAL moves all that the write-ahead log holds to the database. It waits for no lock: another program that holds one could
