@@ -1240,33 +1240,6 @@ func TestAnimalsOutliveTheProcess(t *testing.T) {
 	s.want(s.do("POST", "/v1/pets", rex), 201, `"id":3,`)
 }
 
-// TestCloseWaitsForACommit closes the database while an animal is being committed.
-func TestCloseWaitsForACommit(t *testing.T) {
-	s := parallelService(t)
-	closed := make(chan error, 1)
-	s.onCommit(func() {
-		go func() { closed <- s.close() }()
-		select {
-		case err := <-closed:
-			t.Errorf("close did not wait: %v", err)
-		case <-time.After(2 * watchInterval): // by then watch has ended
-		}
-	})
-	added := make(chan bool)
-	go func() { s.add("Rex", 7, "sold"); close(added) }()
-	for range 2 {
-		select {
-		case <-added:
-			added = nil
-		case err := <-closed:
-			must(t, err)
-		case <-time.After(10 * time.Second):
-			s.close = func() error { return nil } // it would not return
-			t.Fatal("neither the commit nor close has ended")
-		}
-	}
-}
-
 // process is the program running as a process.
 type process struct {
 	t      testing.TB
@@ -1302,6 +1275,9 @@ func startProcess(t testing.TB, cmd *exec.Cmd) *process {
 // startUntilOpen starts the program with args, and waits until a number of its connections have opened a file.
 func startUntilOpen(t testing.TB, file string, connections int, args ...string) *process {
 	t.Helper()
+	if runtime.GOOS != "linux" {
+		t.Skip("needs /proc")
+	}
 	p := spawn(t, command(t, execSelf, args...))
 	eventually(t, "the program opens "+file, func() bool {
 		open := 0
