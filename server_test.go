@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"crypto/rand"
 	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
@@ -88,7 +89,10 @@ func newService(t testing.TB, logs ...io.Writer) *service {
 // withFakeClock runs a test on a service under a fake clock, in parallel with other tests.
 func withFakeClock(t *testing.T, test func(t *testing.T, s *service), logs ...io.Writer) {
 	t.Parallel()
-	synctest.Test(t, func(t *testing.T) { test(t, newService(t, logs...)) })
+	synctest.Test(t, func(t *testing.T) {
+		defer time.AfterFunc(time.Hour, func() { panic("a request hangs") }).Stop() // soon, because the clock is fake
+		test(t, newService(t, logs...))
+	})
 }
 
 func openService(t testing.TB, db string, logs ...io.Writer) *service {
@@ -822,12 +826,17 @@ func watchSQLite() {
 	})
 }
 
+// connections returns the open connections of the service; the first is the one that writes.
+func (s *service) connections() []sqlite.ExecQuerierContext {
+	connections.Lock()
+	defer connections.Unlock()
+	return slices.Clone(connections.to[s.db])
+}
+
 // pragma runs a PRAGMA on connection i of the service (it writes on 0), and returns its result, if there is one.
 func (s *service) pragma(i int, text string) string {
 	s.t.Helper()
-	connections.Lock()
-	defer connections.Unlock()
-	rows := try(connections.to[s.db][i].QueryContext(context.Background(), "PRAGMA "+text, nil))(s.t)
+	rows := try(s.connections()[i].QueryContext(context.Background(), "PRAGMA "+text, nil))(s.t)
 	defer rows.Close()
 	value := make([]driver.Value, max(1, len(rows.Columns())))
 	rows.Next(value) // returns io.EOF if there is no result
@@ -844,9 +853,7 @@ func (s *service) onRead(f func() error) {
 
 // onCommit makes the service call f whenever it commits.
 func (s *service) onCommit(f func()) {
-	connections.Lock()
-	defer connections.Unlock()
-	connections.to[s.db][0].(sqlite.HookRegisterer).RegisterCommitHook(func() int32 {
+	s.connections()[0].(sqlite.HookRegisterer).RegisterCommitHook(func() int32 {
 		f()
 		return 0
 	})
@@ -989,10 +996,10 @@ func TestConnections(t *testing.T) {
 			}
 		}
 		timeouts := ""
-		for i := range connections.to[s.db] {
+		for i := range s.connections() {
 			timeouts += s.pragma(i, "busy_timeout") + " "
 		}
-		if want := strings.Repeat("5000 ", len(connections.to[s.db])-1) + "0 "; timeouts != want { // the last is the watcher
+		if want := strings.Repeat("5000 ", len(s.connections())-1) + "0 "; timeouts != want { // the last is the watcher
 			t.Errorf("the busy timeouts are %s, want %s", timeouts, want)
 		}
 	})
@@ -1042,9 +1049,7 @@ func TestQueriesReadFewPages(t *testing.T) {
 		s.sqlite3("INSERT INTO idempotency_keys SELECT zeroblob(32), id, 1, id, name, category_id, status FROM pets")
 		pages := func() (n int) {
 			synctest.Wait() // until all connections are idle
-			connections.Lock()
-			defer connections.Unlock()
-			for _, conn := range connections.to[s.db] {
+			for _, conn := range s.connections() {
 				hits, _, _ := conn.(sqlite.DBStatus).Status(sqlite.DBStatusCacheHit, false)
 				misses, _, _ := conn.(sqlite.DBStatus).Status(sqlite.DBStatusCacheMiss, false)
 				n += hits + misses
@@ -1123,7 +1128,7 @@ func TestDatabaseThatCannotBeWritten(t *testing.T) {
 	s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable")
 	s.want(s.do("GET", "/v1/pets?limit=2", ""), 200, "xxx")
 	unlock()
-	try(connections.to[s.db][0].ExecContext(t.Context(), "BEGIN", nil))(t)
+	try(s.connections()[0].ExecContext(t.Context(), "BEGIN", nil))(t)
 	s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable")
 	s.add("Rex", 7, "sold")
 	before := s.query("SELECT max(id) FROM pets")
@@ -1146,7 +1151,7 @@ func TestFailingDisk(t *testing.T) {
 	t.Parallel()
 	const limited = `trap "" XFSZ; ulimit -f 100; ` + execSelf // the size of files, to less than that of the write-ahead log
 	s := newService(t)
-	s.addMany(200, strings.Repeat("x", 255))
+	s.addMany(10000, strings.Repeat("x", 255)) // more than SQLite's cache, so that it writes a journal
 	s.sqlite3("VACUUM INTO ?", s.db+".other")
 	s.add("Rex", 7, "sold")
 	must(t, s.close())
@@ -1171,7 +1176,7 @@ func TestFailingDisk(t *testing.T) {
 	}
 	s = openService(t, s.db)
 	s.wantSQL("PRAGMA integrity_check", "ok")
-	s.wantSQL("SELECT count(*) FROM pets", strconv.Itoa(201+added))
+	s.wantSQL("SELECT count(*) FROM pets", strconv.Itoa(10001+added))
 }
 
 // TestMovedDatabase moves the database away, and puts a file in its place that no connection may take for the database.
@@ -1427,6 +1432,7 @@ func TestMovedFiles(t *testing.T) {
 		{"idle; mv animals.db moved; stop; start; add; edit; add; kill; start", copied},
 		{"cp animals.db there; rm animals.db; unhealthy; mv there animals.db; " + choose, copied},
 		{"copy; mv other animals.db; " + choose, copied},
+		{"mv animals.db moved; stop; rm animals.db*; mv moved animals.db; start", copied},
 		{"copy; read; add; mv other animals.db; " + choose, copied},
 		{"copy; mv other animals.db; stop; refused; restore; rm animals.db.saved; start", copied},
 		{"second; rm animals.db; stop; kill second; start", copied},
@@ -1444,6 +1450,8 @@ func TestMovedFiles(t *testing.T) {
 		{"kill; start; mv animals.db moved; kill; no database; mv moved animals.db; start", ""},
 		{"copy; kill; begin; waiting; mv other animals.db; commit; ended; start", ""}, // during a start
 		{"kill; begin; waiting; rm animals.db-wal; commit; ended; start", ""},
+		{"kill; begin; waiting; mv animals.db-wal away; cp away animals.db-wal; commit; ended; start", ""},
+		{"kill; begin; waiting; mv animals.db away; commit; ended; mv away animals.db; start", ""},
 		{"limit; mv animals.db moved; stop; refused; mv moved animals.db; rm animals.db.saved; start", "no copy could be saved: disk I/O error"},
 	} {
 		t.Run(c.steps, func(t *testing.T) {
@@ -1652,7 +1660,8 @@ func TestRestartUnderLoadRefusesNothing(t *testing.T) {
 	var answered atomic.Int64
 	clients := []*http.Client{{Transport: &http.Transport{DisableKeepAlives: true}}, {Transport: &http.Transport{}}}
 	stop := repeat(8, func(i int) {
-		status, body, err := fetch(clients[i%2], "POST", url+"/v1/pets", rex)
+		key := "Idempotency-Key: " + rand.Text() // with it, http.Client repeats a request whose idle connection was just closed
+		status, body, err := fetch(clients[i%2], "POST", url+"/v1/pets", rex, key)
 		if err != nil || status != 201 {
 			t.Errorf("%d %s %v", status, body, err)
 		}
@@ -1998,6 +2007,8 @@ func TestSettings(t *testing.T) {
 	newer, fine, readOnly := ours("newer", "PRAGMA user_version = 2"), ours("fine", ""), ours("read-only", "")
 	damaged := ours("damaged", "INSERT INTO pets (name, category_id) VALUES ('x', 1)")
 	must(t, exec.Command("sh", "-c", `printf y | dd of="$0" bs=1 seek=16383 conv=notrunc`, damaged).Run()) // in the index
+	cut := ours("cut", "")
+	must(t, os.Truncate(cut, 8192))
 	stopped := ours("stopped", "")
 	file("stopped.saved", "")
 	must(t, exec.Command("sh", "-c", `printf '\3' | dd of="$0" bs=1 seek=18 conv=notrunc`, readOnly).Run()) // to a format that SQLite only reads
@@ -2030,6 +2041,7 @@ func TestSettings(t *testing.T) {
 		{args{"-addr", ":0", "-db", dir}, "API_KEYS=k", 1, `-db "` + dir + `": unable to open database file`},
 		{args{"-db", dangling}, "API_KEYS=k", 1, `dangling: no such file`},
 		{args{"-db", loop}, "API_KEYS=k", 1, `loop: too many levels of symbolic links`},
+		{args{"-db", cut}, "API_KEYS=k", 1, "malformed (11): it is damaged: put a backup in with -restore"},
 		{args{"-db", stopped}, "API_KEYS=k", 1, `stopped.saved" was saved by a stop`},
 		{args{"-db", none + "/animals.db"}, "API_KEYS=k", 1, "in an existing folder"},
 		{args{"-keys", none + "/a\nb"}, "", 1, `none/a\nb": open ` + none + "/a b: no such"},
@@ -2167,12 +2179,12 @@ func TestRestoreUnderLoad(t *testing.T) {
 		eventually(t, "the backup shows", func() bool { return strings.Contains(s.do("GET", "/v1/pets", "").body, "backup") })
 	}
 	stop()
-	(&movedFiles{service: s}).run(0, "", "-restore", s.db+".copy")
+	eventually(t, "a restore empties the write-ahead log", func() bool { // unless the service was reading
+		(&movedFiles{service: s}).run(0, "", "-restore", s.db+".copy")
+		return try(os.Stat(s.db+"-wal"))(t).Size() == 0
+	})
 	s.wantSQL("SELECT count(*) FROM pets", "300")
 	s.wantSQL("SELECT max(seq) FROM sqlite_sequence", "300")
-	if wal := try(os.Stat(s.db + "-wal"))(t); wal.Size() > 0 {
-		t.Errorf("the restore has left %d bytes in the write-ahead log", wal.Size())
-	}
 }
 
 // TestRestoreThatIsEnded interrupts a restore that waits for a lock, and kills others that have begun to write.
@@ -2286,6 +2298,8 @@ func TestDocument(t *testing.T) {
             "pattern": "^[^`, maxName),
 			fmt.Sprintf(`"maxItems": %d`, maxLimit), "for " + day, fmt.Sprintf("at most %d bytes", maxBody), fmt.Sprintf("larger than %d bytes.", maxBody),
 			"scheduled for " + sunset, "since " + time.Unix(deprecation, 0).UTC().Format("2 January 2006"),
+			`"url": "/"`, `"security": [{"bearerAuth": []}]`, `"scheme": "bearer"`, `"additionalProperties": false`,
+			`"enum": ["` + strings.Join(petStatuses, `", "`) + `"]`, "\"requestBody\": {\n          \"required\": true",
 			`"required": ["name", "categoryId"]`, `"required": ["id", "name", "categoryId", "status"]`,
 		},
 		readme: {day, sunset, fmt.Sprintf("%d KiB", maxBody>>10), fmt.Sprintf("1 to %d", maxLimit), fmt.Sprintf("default %d", defaultLimit),
@@ -2321,8 +2335,12 @@ func TestDocument(t *testing.T) {
 	var operations []string
 	for path, item := range at(document, "paths").(map[string]any) {
 		for method, operation := range item.(map[string]any) {
-			security, _ := at(operation, "security").([]any)
-			operations = append(operations, fmt.Sprint(method, " ", path, " ", at(operation, "operationId"), " ", at(operation, "deprecated"), " ", security))
+			line := fmt.Sprint(method, " ", path, " ", at(operation, "operationId"), " ", at(operation, "deprecated"), " ", at(operation, "security"))
+			parameters, _ := at(operation, "parameters").([]any)
+			for _, parameter := range parameters {
+				line += fmt.Sprint(" ", at(parameter, "in"), " ", at(parameter, "name"))
+			}
+			operations = append(operations, line)
 			for status, response := range at(operation, "responses").(map[string]any) {
 				if (at(response, "headers", "Retry-After", "required") == true) != (status == "503") {
 					t.Errorf("%s %s: the Retry-After of %s is wrong", method, path, status)
@@ -2331,7 +2349,8 @@ func TestDocument(t *testing.T) {
 		}
 	}
 	slices.Sort(operations)
-	want := []string{"get /healthz getHealth <nil> []", "get /v1/pets listPets <nil> []", "get /v1/pets/{petId} getPet true []", "post /v1/pets createPet <nil> []"}
+	want := []string{"get /healthz getHealth <nil> []", "get /v1/pets listPets <nil> <nil> query limit query status query after",
+		"get /v1/pets/{petId} getPet true <nil> path petId", "post /v1/pets createPet <nil> <nil> header Idempotency-Key"}
 	if !slices.Equal(operations, want) {
 		t.Errorf("the operations are %q, want %q", operations, want)
 	}
