@@ -210,10 +210,11 @@ func parseNewPet(body []byte) (newPet, error) {
 	if !utf8.Valid(body) {
 		return p, newError(http.StatusBadRequest, "the body must be UTF-8")
 	}
-	var value json.RawMessage
-	if syntax, ok := errors.AsType[*json.SyntaxError](json.Unmarshal(body, &value)); ok { // a Decoder would stop after one value
+	if !json.Valid(body) { // a Decoder would stop after one value
+		syntax, _ := errors.AsType[*json.SyntaxError](json.Unmarshal(body, new(any)))
 		return p, newError(http.StatusBadRequest, "the body must be one JSON object: %v, at byte %d", syntax, syntax.Offset)
 	}
+	var value json.RawMessage
 	members := json.NewDecoder(bytes.NewReader(body)) // its errors can be ignored: the JSON is valid
 	if first, _ := members.Token(); first != json.Delim('{') {
 		return p, newError(http.StatusBadRequest, "the body must be one JSON object")
@@ -248,6 +249,9 @@ func parseNewPet(body []byte) (newPet, error) {
 
 // unquote returns the string that a valid JSON value stands for, or "" if it is not a string.
 func unquote(value []byte) (s string) {
+	if value[0] == '"' && !bytes.Contains(value, []byte(`\`)) {
+		return string(value[1 : len(value)-1])
+	}
 	json.Unmarshal(value, &s) // an error leaves s empty
 	return s
 }

@@ -2357,7 +2357,7 @@ func TestDocument(t *testing.T) {
 	name := regexp.MustCompile(at(document, "components", "schemas", "NewPet", "properties", "name", "pattern").(string))
 	for c := rune(0); c <= 0xffff; c++ {
 		for _, text := range []string{string(c), "x" + string(c), string(c) + " "} {
-			if _, ok := parseName(encode(text)); utf8.ValidRune(c) && ok != name.MatchString(text) {
+			if _, ok := parseName(bytes.TrimSpace(encode(text))); utf8.ValidRune(c) && ok != name.MatchString(text) {
 				t.Errorf("the pattern of a name is wrong for %q", text)
 			}
 		}
