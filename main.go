@@ -269,6 +269,16 @@ func checkFile(path string) error {
 	return err
 }
 
+// checkFree returns an error if there is a file at path, or one that SQLite would apply to a database there.
+func checkFree(path string) error {
+	for _, file := range []string{path, path + "-wal", path + "-journal"} {
+		if _, err := os.Lstat(file); err == nil {
+			return fmt.Errorf("%q exists already; name a new file", file)
+		}
+	}
+	return nil
+}
+
 // listen returns the socket that systemd passes (sd_listen_fds(3)), or else a socket that listens on addr.
 func listen(lookupEnv func(string) (string, bool), addr string) (ln net.Listener, err error) {
 	pid, _ := lookupEnv("LISTEN_PID")

@@ -130,8 +130,9 @@ type store struct {
 	closing     chan struct{}         // ends watch
 }
 
-// openStore opens the database at path, which is absolute. If the file is missing or empty (isNew), it creates the database.
-func openStore(path string) (s *store, isNew bool, err error) {
+// checkPlace returns the file at path, before SQLite opens it and may then wait for a lock, and whether the database will be new:
+// if there is no file, which makes it nil, or an empty one. It refuses what may hide animals that a start would lose.
+func checkPlace(path string) (file os.FileInfo, isNew bool, err error) {
 	for _, suffix := range savedSuffixes {
 		if _, err := os.Lstat(path + suffix); err == nil {
 			return nil, false, fmt.Errorf("%q was saved by a stop, when the database was not in its place; it is empty if that failed, and the "+
@@ -139,7 +140,7 @@ func openStore(path string) (s *store, isNew bool, err error) {
 		}
 	}
 	wal, _ := os.Stat(walPath(path)) // before the database, which another process may be creating
-	file, err := os.Stat(path)       // before SQLite opens it, which may then wait for a lock
+	file, err = os.Stat(path)
 	if link, _ := os.Lstat(path); err != nil && link != nil && link.Mode()&os.ModeSymlink != 0 {
 		return nil, false, err // a link that cannot be followed
 	}
@@ -147,6 +148,15 @@ func openStore(path string) (s *store, isNew bool, err error) {
 	if wal != nil && (err != nil || isNew && wal.Size() > 0) {
 		return nil, false, fmt.Errorf("there is no database, but %q is the write-ahead log of one and may hold animals; "+
 			"put that database back, or delete the log to start with an empty one", walPath(path))
+	}
+	return file, isNew, nil
+}
+
+// openStore opens the database at path, which is absolute. If the file is missing or empty (isNew), it creates the database.
+func openStore(path string) (s *store, isNew bool, err error) {
+	file, isNew, err := checkPlace(path)
+	if err != nil {
+		return nil, false, err
 	}
 	readers := max(4, runtime.GOMAXPROCS(0))
 	s = &store{
@@ -579,16 +589,6 @@ func copyTo(ctx context.Context, db *sql.DB, target string, damagedToo bool) err
 }
 
 var errDamaged = errors.New("the copy is damaged, and perhaps the database")
-
-// checkFree returns an error if there is a file at path, or one that SQLite would apply to a database there.
-func checkFree(path string) error {
-	for _, file := range []string{path, path + "-wal", path + "-journal"} {
-		if _, err := os.Lstat(file); err == nil {
-			return fmt.Errorf("%q exists already; name a new file", file)
-		}
-	}
-	return nil
-}
 
 // openDamaged is a pragma that lets SQLite open a database whose schema is damaged, or whose end is missing.
 const openDamaged = "writable_schema(ON)"
