@@ -15,9 +15,9 @@ type caller [sha256.Size]byte
 // keys holds the callers whose API keys are valid. Lookup times do not help an attacker, who cannot choose the sums.
 type keys map[caller]bool
 
-// loadKeys returns the API keys in the environment variable API_KEYS (comma-separated) and in the file (one per line; lines
-// that begin with # are comments), unless its name is empty. If either is given, there must be at least one key. Errors name
-// the place of a key that is not valid, but never quote it.
+// loadKeys returns the API keys in the environment variable API_KEYS (comma-separated) and in the file (one per line;
+// lines that begin with # are comments), unless its name is empty. If either is given, there must be at least one key.
+// Errors name the place of a key that is not valid, but never quote it.
 func loadKeys(lookupEnv func(string) (string, bool), file string) (keys, error) {
 	k := keys{}
 	list, given := lookupEnv("API_KEYS")
@@ -46,8 +46,7 @@ func loadKeys(lookupEnv func(string) (string, bool), file string) (keys, error) 
 	return k, nil
 }
 
-// add adds an API key, trimmed of white space, unless it is blank. A key is visible ASCII (a superset of RFC 6750's tokens)
-// without commas.
+// add adds an API key, trimmed of white space, unless it is blank. A key is visible ASCII without commas.
 func (k keys) add(key string) error {
 	key = strings.TrimSpace(key)
 	if !isVisibleASCII(key) || strings.Contains(key, ",") {

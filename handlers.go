@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"mime"
 	"net/http"
 	"net/url"
@@ -29,6 +30,19 @@ const (
 
 // petStatuses are the values of PetStatus.
 var petStatuses = []string{"available", "pending", "sold"}
+
+// newPet is the API's NewPet, with its status filled in.
+type newPet struct {
+	Name       string `json:"name"`
+	CategoryID int64  `json:"categoryId"`
+	Status     string `json:"status"`
+}
+
+// pet is the API's Pet: an animal in the database.
+type pet struct {
+	ID int64 `json:"id"`
+	newPet
+}
 
 // listPets reads a page of animals for GET /v1/pets, with a Link to the next page if there is one (RFC 8288).
 func (s *server) listPets(r *http.Request) (response, error) {
@@ -80,7 +94,7 @@ func (s *server) createPet(x *exchange, r *http.Request) error {
 // getPet reads the animal for GET /v1/pets/{petId}.
 func (s *server) getPet(r *http.Request) (response, error) {
 	id, ok := parseInt(r.PathValue("petId"))
-	if !ok {
+	if !ok || id < 1 {
 		return response{}, errNotFound
 	}
 	pets, _, err := s.store.list(filter{after: id - 1, limit: 1})
@@ -95,7 +109,7 @@ func (s *server) getPet(r *http.Request) (response, error) {
 
 // healthz answers GET /healthz: 200 if the database is in its place and can be read, else 503.
 func (s *server) healthz(x *exchange, r *http.Request) error {
-	if err := s.store.inPlace(); err != nil {
+	if err := s.store.requireInPlace(); err != nil {
 		return err
 	}
 	if _, _, err := s.store.list(filter{limit: 1}); err != nil {
@@ -127,8 +141,8 @@ func notFound(x *exchange, r *http.Request) error {
 	return newError(http.StatusNotFound, "there is nothing at this path")
 }
 
-// parseFilter parses the query of a list, and returns its parameters and the animals that they select. It refuses what it does
-// not know, so that a typo cannot silently list other animals.
+// parseFilter parses the query of a list, and returns its parameters and the animals that they select. It refuses what
+// it does not know, so that a typo cannot silently list other animals.
 func parseFilter(rawQuery string) (url.Values, filter, error) {
 	fl := filter{limit: defaultLimit}
 	var f faults
@@ -146,9 +160,9 @@ func parseFilter(rawQuery string) (url.Values, filter, error) {
 			f.check(slices.Contains(petStatuses, value), statusRule)
 		case "after":
 			fl.after = n
-			f.check(isInt && n >= 0, "after must be the last id of the previous page, an integer from 0 to 9223372036854775807")
+			f.check(isInt && n >= 0, "after must be the last id of a page, an integer from 0 to %d", math.MaxInt64)
 		default:
-			f.check(false, "unknown parameter %.64q", name)
+			f.add("unknown parameter %.64q", name)
 		}
 		f.check(len(query[name]) == 1, "%.64q must not be repeated", name)
 	}
@@ -163,12 +177,9 @@ func parseInt(s string) (int64, bool) {
 
 // checkContentType accepts one Content-Type of application/json, or no such header.
 func checkContentType(values []string) error {
-	if values == nil {
-		return nil
-	}
 	value := strings.Join(values, ", ")
 	mediaType, _, err := mime.ParseMediaType(value)
-	if len(values) > 1 || err != nil || mediaType != "application/json" {
+	if values != nil && (len(values) > 1 || err != nil || mediaType != "application/json") {
 		return newError(http.StatusUnsupportedMediaType, "Content-Type must be application/json, not %.64q", value)
 	}
 	return nil
@@ -181,13 +192,15 @@ func idempotencyKey(values []string) (string, error) {
 	}
 	key := values[0]
 	if len(values) > 1 || key == "" || len(key) > maxIdempotencyKey || !isVisibleASCII(key) {
-		return "", newError(http.StatusBadRequest, "Idempotency-Key must be one value of 1 to %d visible ASCII characters", maxIdempotencyKey)
+		return "", newError(http.StatusBadRequest,
+			"Idempotency-Key must be one value of 1 to %d visible ASCII characters", maxIdempotencyKey)
 	}
 	return key, nil
 }
 
 // readBody returns the body of the request, or an apiError: 413, 408 or 400.
 func readBody(x *exchange, r *http.Request) ([]byte, error) {
+	// Not x: only the ResponseWriter of net/http lets MaxBytesReader close the connection afterwards.
 	body, err := io.ReadAll(http.MaxBytesReader(x.ResponseWriter, r.Body, maxBody))
 	_, tooLarge := errors.AsType[*http.MaxBytesError](err)
 	switch {
@@ -198,13 +211,11 @@ func readBody(x *exchange, r *http.Request) ([]byte, error) {
 	case err != nil:
 		return nil, newError(http.StatusBadRequest, "the request body could not be read to its end")
 	}
-	x.unread = false
 	return body, nil
 }
 
 // parseNewPet parses body as a NewPet. Its error lists the faults. json.Unmarshal alone would accept repeated members,
-// null, and names in another case, and would replace invalid Unicode. (encoding/json/v2, stable since Go 1.27, can take over
-// once go.mod requires that version.)
+// null, and names in another case, and would replace invalid Unicode.
 func parseNewPet(body []byte) (newPet, error) {
 	p := newPet{Status: "available"}
 	if !utf8.Valid(body) {
@@ -212,7 +223,8 @@ func parseNewPet(body []byte) (newPet, error) {
 	}
 	if !json.Valid(body) { // a Decoder would stop after one value
 		syntax, _ := errors.AsType[*json.SyntaxError](json.Unmarshal(body, new(any)))
-		return p, newError(http.StatusBadRequest, "the body must be one JSON object: %v, at byte %d", syntax, syntax.Offset)
+		return p, newError(http.StatusBadRequest,
+			"the body must be one JSON object: %v, at byte %d", syntax, syntax.Offset)
 	}
 	var value json.RawMessage
 	members := json.NewDecoder(bytes.NewReader(body)) // its errors can be ignored: the JSON is valid
@@ -231,15 +243,17 @@ func parseNewPet(body []byte) (newPet, error) {
 		switch name {
 		case "name":
 			p.Name, ok = parseName(value)
-			f.check(ok, "name must be a string of 1 to %d characters, not all white space, without U+0000, U+FFFD or unpaired surrogates", maxName)
+			f.check(ok, "name must be a string of 1 to %d characters, not all white space, "+
+				"without U+0000, U+FFFD or unpaired surrogates", maxName)
 		case "categoryId":
 			p.CategoryID, ok = parseInt(string(value))
-			f.check(ok, "categoryId must be an integer from -9223372036854775808 to 9223372036854775807, with no fraction, exponent or quotes")
+			f.check(ok, "categoryId must be an integer from %d to %d, with no fraction, exponent or quotes",
+				math.MinInt64, math.MaxInt64)
 		case "status":
 			p.Status = unquote(value)
 			f.check(slices.Contains(petStatuses, p.Status), statusRule)
 		default:
-			f.check(false, "unknown member %.64q", name)
+			f.add("unknown member %.64q", name)
 		}
 	}
 	f.check(seen["name"], "name is required")
@@ -256,10 +270,37 @@ func unquote(value []byte) (s string) {
 	return s
 }
 
-// parseName returns the name in a JSON value, and whether it is valid. U+FFFD is refused: decoders put it where they could
-// not decode a character (encoding/json, for an unpaired surrogate), so the name has lost one.
+// parseName returns the name in a JSON value, and whether it is valid. U+FFFD is refused: decoders put it where they
+// could not decode a character (encoding/json, for an unpaired surrogate), so the name has lost one.
 func parseName(value []byte) (name string, ok bool) {
 	name = unquote(value)
 	blank := strings.TrimSpace(name) == ""
 	return name, !blank && utf8.RuneCountInString(name) <= maxName && !strings.ContainsAny(name, "\x00\ufffd")
+}
+
+// faults collects everything that is wrong with a request, so that the client can fix it all at once.
+type faults []string
+
+// add adds a fault.
+func (f *faults) add(format string, args ...any) {
+	*f = append(*f, fmt.Sprintf(format, args...))
+}
+
+// check adds a fault unless ok is true.
+func (f *faults) check(ok bool, format string, args ...any) {
+	if !ok {
+		f.add(format, args...)
+	}
+}
+
+// err returns nil if there are no faults, else a 400 that lists them: if there are many, the first few and a count.
+func (f faults) err() error {
+	const most = 10
+	if len(f) == 0 {
+		return nil
+	}
+	if more := len(f) - most; more > 0 {
+		f = append(f[:most], fmt.Sprintf("and %d more", more))
+	}
+	return newError(http.StatusBadRequest, "%s", strings.Join(f, "; "))
 }

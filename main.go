@@ -2,7 +2,6 @@
 package main
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"crypto/rand"
@@ -18,10 +17,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime/debug"
-	"slices"
-	"strconv"
 	"strings"
-	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -33,38 +29,41 @@ func main() {
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(200) // the heap is only a few MiB: collect it half as often
 	}
-	signal.Ignore(syscall.SIGPIPE) // otherwise a write to a log that nobody reads any more would end the process
+	signal.Ignore(syscall.SIGPIPE) // or a write to a log that nobody reads any more would end the process
+	// Signals stay caught after the first one, so that a second one does not cut the stop short.
 	ctx, _ := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	os.Exit(run(ctx, os.Args[1:], os.LookupEnv, os.Stdout, os.Stderr))
 }
 
-// run does what the command line says, until ctx is cancelled. It reports an error in one line on stderr, and returns the
-// exit status: 0 if there is no error, 2 if the command line is wrong, and 1 after any other error.
+// run does what the command line says, until ctx is cancelled. It reports an error in one line on stderr, and returns
+// the exit status: 0 if there is no error, 2 if the command line is wrong, and 1 after any other error.
 func run(ctx context.Context, args []string, lookupEnv func(string) (string, bool), stdout, stderr io.Writer) int {
 	lines := newLogWriter(stderr)
 	defer lines.close()
-	end := func(status int, what string, err error) int {
-		if err == nil {
-			return 0
-		}
-		fmt.Fprintln(lines, "animalstore:", strings.Join(strings.Fields(what+err.Error()), " ")) // file names may contain line breaks
-		return status
-	}
+	status, what := 1, ""
 	c, err := parseFlags(args, stdout)
 	switch {
 	case errors.Is(err, flag.ErrHelp):
 		return 0
 	case err != nil:
-		return end(2, "", fmt.Errorf("%w (-h shows all settings)", err))
+		status, err = 2, fmt.Errorf("%w (-h shows all settings)", err)
 	case c.version:
 		fmt.Fprintln(stdout, "animalstore", buildVersion())
-		return 0
 	case c.backup != "":
-		return end(1, fmt.Sprintf("-backup %q of -db %q: ", c.backup, c.db), backup(ctx, c.db, c.backup))
+		what = fmt.Sprintf("-backup %q of -db %q: ", c.backup, c.db)
+		err = backup(ctx, c.db, c.backup)
 	case c.restore != "":
-		return end(1, fmt.Sprintf("-restore %q to -db %q: ", c.restore, c.db), restore(ctx, c.db, c.restore))
+		what = fmt.Sprintf("-restore %q to -db %q: ", c.restore, c.db)
+		err = restore(ctx, c.db, c.restore)
+	default:
+		err = runService(ctx, c, lookupEnv, slog.New(slog.NewTextHandler(lines, nil)))
 	}
-	return end(1, "", c.serve(ctx, lookupEnv, slog.New(slog.NewTextHandler(lines, nil))))
+	if err == nil {
+		return 0
+	}
+	oneLine := strings.Join(strings.Fields(what+err.Error()), " ") // file names may contain line breaks
+	fmt.Fprintln(lines, "animalstore:", oneLine)
+	return status
 }
 
 // config holds the command-line flags.
@@ -73,17 +72,17 @@ type config struct {
 	version                                              bool
 }
 
-// parseFlags parses args and makes the paths of databases absolute. For -h it prints the help and returns flag.ErrHelp.
+// parseFlags parses args, and makes the path of the database absolute. For -h it prints help and returns flag.ErrHelp.
 func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 	flags := flag.NewFlagSet("animalstore", flag.ContinueOnError)
 	flags.SetOutput(io.Discard)
-	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "listen on `HOST:PORT`, unless systemd passes a socket")
+	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "listen on `HOST:PORT`")
 	flags.StringVar(&c.db, "db", "animalstore.db", "keep the animals in `FILE`, created on first use")
-	flags.StringVar(&c.keysFile, "keys", "", "read API keys from `FILE`, one per line, in addition to $API_KEYS (comma-separated)")
+	flags.StringVar(&c.keysFile, "keys", "", "read API keys from `FILE`, one per line, besides those in $API_KEYS")
 	flags.StringVar(&c.tlsCert, "tls-cert", "", "serve HTTPS with the certificate chain in `FILE` (PEM)")
 	flags.StringVar(&c.tlsKey, "tls-key", "", "read the private key for -tls-cert from `FILE` (PEM)")
 	flags.StringVar(&c.backup, "backup", "", "write a copy of the database to the new `FILE` and exit")
-	flags.StringVar(&c.restore, "restore", "", "replace all animals with those of the backup `FILE`, even while the service runs, and exit")
+	flags.StringVar(&c.restore, "restore", "", "replace all animals with those of the backup `FILE` and exit")
 	flags.BoolVar(&c.version, "version", false, "print the version and exit")
 	err = flags.Parse(args)
 	if errors.Is(err, flag.ErrHelp) {
@@ -106,11 +105,7 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 	case (c.tlsCert == "") != (c.tlsKey == ""):
 		return c, errors.New("-tls-cert and -tls-key go together: give both or neither")
 	}
-	for _, file := range []*string{&c.db, &c.backup, &c.restore} {
-		if *file != "" && err == nil {
-			*file, err = filepath.Abs(*file)
-		}
-	}
+	c.db, err = filepath.Abs(c.db)
 	return c, err
 }
 
@@ -120,19 +115,19 @@ func buildVersion() string {
 	return info.Main.Version + " " + info.GoVersion
 }
 
-// serve runs the service until ctx is cancelled. It opens the database last, once all other settings have been checked.
-func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool), log *slog.Logger) error {
+// runService runs the service until ctx is cancelled. It opens the database once all other settings are checked.
+func runService(ctx context.Context, c config, lookupEnv func(string) (string, bool), logger *slog.Logger) error {
 	k, err := loadKeys(lookupEnv, c.keysFile)
 	if err != nil {
 		return err
 	}
-	ln, err := listen(lookupEnv, c.addr)
+	ln, err := net.Listen("tcp", c.addr)
 	if err != nil {
-		return err
+		return fmt.Errorf("-addr %q: %w", c.addr, err)
 	}
 	defer ln.Close()
-	if tcp, _ := ln.Addr().(*net.TCPAddr); len(k) == 0 && (tcp == nil || !tcp.IP.IsLoopback()) { // nil: a Unix socket
-		return errors.New("set API_KEYS or -keys: without a key the service listens on a loopback address only, such as 127.0.0.1")
+	if len(k) == 0 && !ln.Addr().(*net.TCPAddr).IP.IsLoopback() {
+		return errors.New("set API_KEYS or -keys: without a key, -addr must be on loopback, such as 127.0.0.1:8080")
 	}
 	scheme := "http://"
 	if c.tlsCert != "" {
@@ -141,71 +136,91 @@ func (c config) serve(ctx context.Context, lookupEnv func(string) (string, bool)
 			return fmt.Errorf("-tls-cert and -tls-key: %w", err)
 		}
 		scheme = "https://"
-		ln = tls.NewListener(ln, &tls.Config{Certificates: []tls.Certificate{cert}, NextProtos: []string{"http/1.1"}, GetConfigForClient: checkHello})
+		ln = tls.NewListener(ln, &tls.Config{Certificates: []tls.Certificate{cert}})
 	}
 	st, isNew, err := openStore(c.db)
 	if err != nil {
 		return fmt.Errorf("-db %q: %w", c.db, err)
 	}
 	if isNew {
-		log.Warn("the database is new and empty", "database", c.db)
+		logger.Warn("the database is new and empty", "database", c.db)
 	}
 	if len(k) == 0 {
 		key := rand.Text()
 		k.add(key)
-		log.Info("no API key is set: made one for this run", "api_key", key)
+		logger.Info("no API key is set: made one for this run", "api_key", key)
 	}
-	log.Info("started", "url", scheme+ln.Addr().String(), "database", c.db, "keys", len(k), "version", buildVersion())
-	err = newServer(st, k, log).serve(ctx, ln)
+	url := scheme + ln.Addr().String()
+	logger.Info("started", "url", url, "database", c.db, "keys", len(k), "version", buildVersion())
+	err = newServer(st, k, logger).serve(ctx, ln)
 	err = errors.Join(err, st.close())
 	if err == nil {
-		log.Info("stopped")
+		logger.Info("stopped")
 	}
 	return err
 }
 
-// checkHello refuses a TLS handshake that offers more than any real client does: crypto/tls would quote all of it in an error.
-func checkHello(hello *tls.ClientHelloInfo) (*tls.Config, error) {
-	if len(hello.CipherSuites) > 500 || len(hello.SupportedProtos) > 50 {
-		return nil, errors.New("the client offers too many cipher suites or protocols")
-	}
-	return nil, nil
-}
-
-// backup writes a consistent copy of the database at path, which may be in use, to the new file target.
+// backup writes a consistent copy of the database at path, which may be in use, to the new file target. The copy gets
+// that name once it is verified and on disk; after an error, nothing is left.
 func backup(ctx context.Context, path, target string) error {
-	if suffix, ok := strings.CutPrefix(target, path); ok && slices.Contains(savedSuffixes, suffix) {
-		return errors.New("the service gives this name to copies of its own; choose another one")
-	}
-	if err := cmp.Or(checkFile(path), checkFree(target)); err != nil {
+	if err := requireDatabaseFile(path); err != nil {
 		return err
 	}
-	db := openPool(path, "rw", 1)
+	for _, file := range []string{target, target + "-wal", target + "-journal"} { // SQLite would apply the last two
+		if _, err := os.Lstat(file); err == nil {
+			return fmt.Errorf("%q exists already; name a new file", file)
+		}
+	}
+	db := newPool(path, "rw", 1)
 	defer db.Close()
-	if _, err := checkDatabase(db); err != nil {
+	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
+	if err != nil {
+		return err
+	}
+	defer os.Remove(temp.Name())
+	defer os.Remove(temp.Name() + "-journal") // SQLite leaves one if the disk is full
+	defer temp.Close()
+	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", temp.Name()); err != nil {
 		return explain(err)
 	}
-	return copyTo(ctx, db, target, false)
+	written := newPool(temp.Name(), "rw", 1)
+	err = verifyBackup(ctx, written)
+	err = errors.Join(err, written.Close(), temp.Sync(), temp.Close())
+	if err == nil {
+		err = os.Rename(temp.Name(), target)
+	}
+	if err != nil {
+		return err
+	}
+	if err = syncPath(filepath.Dir(target)); err != nil { // a loss of power could take the name away
+		os.Remove(target)
+	}
+	return err
 }
 
-// restore replaces the content of the database at path, which may be in use, with that of the backup in the file source, in one
-// transaction: other programs see all of it or, after an error, nothing. The database may be damaged, but not in its header.
+// restore replaces the content of the database at path, which may be in use, with that of the backup in the file
+// source, in one transaction. After an error nothing is changed. The database may be damaged, but not in its header.
 func restore(ctx context.Context, path, source string) error {
-	if err := cmp.Or(checkFile(path), checkFile(source)); err != nil {
+	if err := cmp.Or(requireDatabaseFile(path), requireDatabaseFile(source)); err != nil {
 		return err
 	}
-	from, to := openPool(source, "rw", 1), openPool(path, "rw", 1, openDamaged) // with "ro", SQLite would leave files beside source
+	const damagedToo = "writable_schema(ON)" // lets SQLite open a database whose schema is damaged
+	from := newPool(source, "rw", 1)         // with "ro", SQLite would leave files beside source
 	defer from.Close()
+	to := newPool(path, "rw", 1, damagedToo)
 	defer to.Close()
-	var id, pageSize int
-	err := to.QueryRow("SELECT application_id, page_size FROM pragma_application_id, pragma_page_size").Scan(&id, &pageSize)
-	if err == nil && id != applicationID {
-		err = errForeign
-	}
-	if err = cmp.Or(checkLog(to, path), err); err != nil {
+	var id int
+	if err := to.QueryRow("PRAGMA application_id").Scan(&id); err != nil {
 		return explain(err)
 	}
-	if err := checkBackup(ctx, from, pageSize); err != nil {
+	if id != applicationID {
+		return errForeign
+	}
+	_, err := from.ExecContext(ctx, "BEGIN") // so that what is verified is what is copied
+	if err == nil {
+		err = verifyBackup(ctx, from)
+	}
+	if err != nil {
 		return fmt.Errorf("the backup cannot be used: %w", err)
 	}
 	conn, err := from.Conn(ctx)
@@ -213,141 +228,62 @@ func restore(ctx context.Context, path, source string) error {
 		return err
 	}
 	defer conn.Close()
-	defer to.Exec("PRAGMA busy_timeout(0); PRAGMA wal_checkpoint(TRUNCATE)") // or the log would stay as large as the backup
-	return explain(conn.Raw(func(driver any) error {
-		source := driver.(interface {
-			NewBackup(string) (*sqlite.Backup, error)
-		})
-		pages, err := source.NewBackup(location(path, "rw", "busy_timeout(100)", openDamaged, "fullfsync(ON)"))
-		if err != nil {
-			return err
-		}
-		deadline := time.Now().Add(time.Minute) // to lock the database
-		for more := true; more && err == nil; { // the last step commits
-			more, err = pages.Step(1000)
-			if more || sqliteCode(err) == sqlite3.SQLITE_BUSY && time.Now().Before(deadline) {
-				more, err = true, ctx.Err()
-			}
-		}
-		return cmp.Or(err, pages.Finish())
-	}))
-}
-
-// checkBackup begins a read transaction on a pool of one connection, and returns an error unless the service could go on with
-// the database in place of one with the given page size.
-func checkBackup(ctx context.Context, db *sql.DB, pageSize int) error {
-	if _, err := db.ExecContext(ctx, "BEGIN"); err != nil {
-		return err
+	// It waits only 100 ms for a lock, and then tries again, so that an interrupt ends the wait.
+	target := location(path, "rw", damagedToo, "fullfsync(ON)", "busy_timeout(100)")
+	if err := conn.Raw(func(driverConn any) error { return copyPages(ctx, driverConn, target) }); err != nil {
+		return explain(err)
 	}
-	_, err := checkDatabase(db)
-	if err == nil {
-		err = (&store{readers: db, writer: db}).prepare()
-	}
-	if err != nil {
-		return err
-	}
-	var fault string
-	err = db.QueryRowContext(ctx, `SELECT CASE
-		WHEN encoding <> 'UTF-8' THEN 'its text encoding is ' || encoding
-		WHEN page_size <> ?1 THEN format('it has pages of %d bytes, and the database of %d', page_size, ?1)
-		WHEN EXISTS (SELECT 1 FROM pets WHERE id < 1 OR typeof(name) <> 'text' OR length(name) NOT BETWEEN 1 AND 255
-			OR typeof(category_id) <> 'integer' OR ifnull(status, '') NOT IN ('available', 'pending', 'sold')) THEN 'it has an animal that breaks a rule of the schema'
-		ELSE integrity_check END FROM pragma_encoding, pragma_page_size, pragma_integrity_check`, pageSize).Scan(&fault)
-	if err == nil && fault != "ok" {
-		err = errors.New(fault)
-	}
-	return err
-}
-
-// checkFile returns an error unless the file at path can be a database. (SQLite takes a file of one byte for a new database, and
-// deletes a write-ahead log beside it.)
-func checkFile(path string) error {
-	info, err := os.Stat(path)
-	if err == nil && (!info.Mode().IsRegular() || info.Size() <= 1) {
-		err = fmt.Errorf("%q is not a database of this service, but empty or not a regular file", path)
-	}
-	return err
-}
-
-// checkFree returns an error if there is a file at path, or one that SQLite would apply to a database there.
-func checkFree(path string) error {
-	for _, file := range []string{path, path + "-wal", path + "-journal"} {
-		if _, err := os.Lstat(file); err == nil {
-			return fmt.Errorf("%q exists already; name a new file", file)
-		}
-	}
+	to.Exec("PRAGMA busy_timeout(0); PRAGMA wal_checkpoint(TRUNCATE)") // the log is as large as the backup
 	return nil
 }
 
-// listen returns the socket that systemd passes (sd_listen_fds(3)), or else a socket that listens on addr.
-func listen(lookupEnv func(string) (string, bool), addr string) (ln net.Listener, err error) {
-	pid, _ := lookupEnv("LISTEN_PID")
-	count, _ := lookupEnv("LISTEN_FDS")
-	if pid != strconv.Itoa(os.Getpid()) || count == "" || count == "0" {
-		ln, err = net.Listen("tcp", addr)
-		if errors.Is(err, syscall.EAFNOSUPPORT) { // as in a unit with RestrictAddressFamilies=none
-			err = fmt.Errorf("%w: systemd passed no socket; restart the socket unit, too", err)
-		}
-		if err != nil {
-			err = fmt.Errorf("-addr %q: %w", addr, err)
-		}
-		return ln, err
+// copyPages replaces the database at the location target with that of a connection of the driver, in one transaction.
+// Another program's lock is awaited for a minute. See sqlite.org/backup.html.
+func copyPages(ctx context.Context, driverConn any, target string) error {
+	from := driverConn.(interface {
+		NewBackup(string) (*sqlite.Backup, error)
+	})
+	pages, err := from.NewBackup(target)
+	if err != nil {
+		return err
 	}
-	if count != "1" {
-		return nil, fmt.Errorf("LISTEN_FDS is %q: only one socket can be served", count)
-	}
-	f := os.NewFile(3, "the socket from systemd") // 3 is the first file descriptor that systemd passes
-	defer f.Close()
-	return net.FileListener(f)
-}
-
-// logWriter is an io.Writer that never blocks, so that a stalled log cannot hold up a request: a goroutine does the
-// writing. Lines that find the queue full are dropped, and their number is logged with a later line.
-type logWriter struct {
-	lines   chan []byte // nil ends the goroutine
-	dropped atomic.Int64
-	done    chan struct{}
-}
-
-func newLogWriter(w io.Writer) *logWriter {
-	l := &logWriter{lines: make(chan []byte, 1024), done: make(chan struct{})}
-	go l.run(w)
-	return l
-}
-
-// Write queues a line, or drops it if the queue is full.
-func (l *logWriter) Write(line []byte) (int, error) {
-	select {
-	case l.lines <- bytes.Clone(line):
-	default:
-		l.dropped.Add(1)
-	}
-	return len(line), nil
-}
-
-// run writes the queued lines in batches, at most one per millisecond: a system call for each line would slow requests.
-func (l *logWriter) run(w io.Writer) {
-	defer close(l.done)
-	var batch bytes.Buffer
-	for line := <-l.lines; line != nil; line = <-l.lines {
-		if dropped := l.dropped.Swap(0); dropped > 0 {
-			slog.New(slog.NewTextHandler(&batch, nil)).Warn("log lines were dropped", "lines", dropped)
-		}
-		batch.Write(line)
-		if len(l.lines) == 0 || batch.Len() > 64<<10 {
-			batch.WriteTo(w)
-			batch.Reset() // after an error: the rest is lost
-			time.Sleep(time.Millisecond)
+	deadline := time.Now().Add(time.Minute)
+	for more := true; more && err == nil; { // the last step commits
+		more, err = pages.Step(1000)
+		if more || sqliteCode(err) == sqlite3.SQLITE_BUSY && time.Now().Before(deadline) {
+			more, err = true, ctx.Err()
 		}
 	}
-	batch.WriteTo(w)
+	finished := pages.Finish() // which repeats an error of Step
+	return cmp.Or(err, finished)
 }
 
-// close waits until the queued lines are written, but no longer than a second.
-func (l *logWriter) close() {
-	go func() { l.lines <- nil }()
-	select {
-	case <-l.done:
-	case <-time.After(time.Second):
+// verifyBackup returns an error unless db is a whole database of this service. If db were read-only, SQLite would not
+// check the CHECK constraints.
+func verifyBackup(ctx context.Context, db *sql.DB) error {
+	version, err := readSchemaVersion(db)
+	if err != nil {
+		return err
 	}
+	if version == 0 {
+		return errors.New("it is empty")
+	}
+	if err := (&store{readers: db, writer: db}).prepare(); err != nil {
+		return err // it lacks a table or a column
+	}
+	result := ""
+	err = db.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result)
+	if err == nil && result != "ok" {
+		err = errors.New("it is damaged: " + result)
+	}
+	return err
+}
+
+// requireDatabaseFile returns an error unless there is a regular file at path that can be a database.
+func requireDatabaseFile(path string) error {
+	info, err := os.Stat(path)
+	if err == nil && (!info.Mode().IsRegular() || info.Size() <= 1) { // SQLite takes a file of one byte for empty
+		err = fmt.Errorf("%q is not a database of this service, but empty or not a regular file", path)
+	}
+	return err
 }

@@ -27,22 +27,22 @@ const (
 	maxLogged  = 1 << 10 // bytes of a path or a method in the log
 	maxWarning = 256     // bytes of a warning of net/http in the log
 	maxCache   = 8 << 20 // bytes of cached responses; a full cache is emptied
+	maxDiscard = 1 << 20 // bytes of a request body that are read after an error response
 )
 
 // server is the service as an http.Handler.
 type server struct {
-	store      *store
-	keys       keys
-	log        *slog.Logger
-	mux        *http.ServeMux
-	cache      cache
-	draining   atomic.Bool  // set by a stop: every response closes its connection
-	discarding atomic.Int64 // the number of bodies that discard is reading
+	store    *store
+	keys     keys
+	logger   *slog.Logger
+	mux      *http.ServeMux
+	cache    cache
+	draining atomic.Bool // set by a stop: every response closes its connection
 }
 
 // newServer returns the service on an open store.
-func newServer(st *store, k keys, log *slog.Logger) *server {
-	s := &server{store: st, keys: k, log: log, mux: http.NewServeMux(), cache: cache{version: -1}}
+func newServer(st *store, k keys, logger *slog.Logger) *server {
+	s := &server{store: st, keys: k, logger: logger, mux: http.NewServeMux()}
 	handle := func(pattern string, h handler) {
 		s.mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) { s.answer(w, r, h) })
 	}
@@ -79,7 +79,6 @@ type exchange struct {
 	start  time.Time
 	id     string // X-Request-Id
 	method string // of the request
-	unread bool   // whether there is a body that has not been read to its end
 	caller caller // nobody until the key is accepted
 	status int    // of the response, 0 until it is sent
 	size   int    // of the body of the response, in bytes; 0 for HEAD
@@ -94,7 +93,7 @@ var (
 		"X-Content-Type-Options": {"nosniff"},
 	}
 	deprecatedHeader = http.Header{
-		"Deprecation": {"@1795132800"},                   // RFC 9745: 20 November 2026, when version 1.0.0 was published
+		"Deprecation": {"@1795132800"},                   // RFC 9745: 20 November 2026, the date of version 1.0.0
 		"Sunset":      {"Thu, 05 Dec 2030 00:00:00 GMT"}, // RFC 8594
 		"Link":        {`</v1/pets>; rel="successor-version"`},
 	}
@@ -102,7 +101,7 @@ var (
 
 // answer answers a request with h, and logs it.
 func (s *server) answer(w http.ResponseWriter, r *http.Request, h handler) {
-	x := &exchange{ResponseWriter: w, server: s, start: time.Now(), id: rand.Text(), method: r.Method, unread: r.ContentLength != 0}
+	x := &exchange{ResponseWriter: w, server: s, start: time.Now(), id: rand.Text(), method: r.Method}
 	maps.Copy(w.Header(), commonHeader)
 	w.Header().Set("X-Request-Id", x.id)
 	defer x.finish(r)
@@ -115,8 +114,8 @@ func (s *server) requireKey(next handler) handler {
 		who, challenge := s.keys.authenticate(r.Header)
 		if challenge != "" {
 			x.Header().Set("WWW-Authenticate", challenge)
-			return newError(http.StatusUnauthorized, "a valid API key is required, in one header Authorization: Bearer API_KEY; "+
-				"GET /openapi.json describes this interface")
+			return newError(http.StatusUnauthorized, "a valid API key is required, in one header "+
+				"Authorization: Bearer API_KEY; GET /openapi.json describes this interface")
 		}
 		x.caller = who
 		return next(x, r)
@@ -140,7 +139,7 @@ type response struct {
 // cache holds the responses to GET requests since the last change.
 type cache struct {
 	sync.Mutex
-	version   int64                               // of store.changes, loaded before the responses were read; -1 at first
+	version   int64                               // of store.changes, loaded before the responses were read
 	size      int                                 // bytes that the responses take, roughly
 	responses map[string]func() (response, error) // by URL; the first call reads the response, and others wait for it
 }
@@ -148,32 +147,31 @@ type cache struct {
 // cached answers with what read returns. Requests for a URL share one read until a change, an error or a full cache.
 func (s *server) cached(read func(r *http.Request) (response, error)) handler {
 	return func(x *exchange, r *http.Request) error {
-		url := r.URL.RequestURI()
-		s.cache.Lock()
-		if version := s.store.changes.Load(); version != s.cache.version || s.cache.size > maxCache {
-			s.cache.version, s.cache.size, s.cache.responses = version, 0, map[string]func() (response, error){}
+		url, c := r.URL.RequestURI(), &s.cache
+		c.Lock()
+		if version := s.store.changes.Load(); c.responses == nil || c.version != version || c.size > maxCache {
+			c.version, c.size, c.responses = version, 0, map[string]func() (response, error){}
 		}
-		responses := s.cache.responses
+		responses := c.responses
 		shared, found := responses[url]
 		if !found {
 			url = strings.Clone(url) // it may be part of a longer string, which would stay in memory
-			shared = sync.OnceValues(func() (response, error) { return read(r) })
-			responses[url] = shared
-		}
-		s.cache.Unlock()
-		resp, err := response{}, errors.New("the read has panicked") // until it returns
-		if !found {
-			defer func() {
-				s.cache.Lock()
-				defer s.cache.Unlock()
+			shared = sync.OnceValues(func() (response, error) {
+				resp, err := read(r)
+				c.Lock()
+				defer c.Unlock()
 				if err != nil {
 					delete(responses, url) // the next request reads again
 				} else {
-					s.cache.size += len(url) + len(resp.body) + 300 // 300 for the entry itself
+					c.size += len(url) + len(resp.body) + 300 // 300 for the entry itself
 				}
-			}()
+				return resp, err
+			})
+			responses[url] = shared
 		}
-		if resp, err = shared(); err != nil {
+		c.Unlock()
+		resp, err := shared()
+		if err != nil {
 			return err
 		}
 		if resp.link != "" {
@@ -188,7 +186,7 @@ func (s *server) cached(read func(r *http.Request) (response, error)) handler {
 func (x *exchange) send(status int, body []byte) {
 	x.status = status
 	x.Header().Set("Content-Length", strconv.Itoa(len(body)))
-	if x.unread || x.server.draining.Load() { // unread: net/http would otherwise first read some of the body
+	if x.server.draining.Load() {
 		x.Header().Set("Connection", "close")
 	}
 	x.WriteHeader(status)
@@ -207,47 +205,36 @@ func encode(v any) []byte {
 	return b.Bytes()
 }
 
-// finish answers with the error that the handler returned, or with a 500 if it panicked, and logs the request.
+// finish answers with the error of the handler, or with a 500 if it panicked, and logs the request. See crash, too.
 func (x *exchange) finish(r *http.Request) {
 	if p := recover(); p != nil {
 		x.err = fmt.Errorf("panic: %v\n%s", p, debug.Stack())
 	}
-	if x.err != nil {
-		e, ok := errors.AsType[*apiError](x.err)
-		if !ok {
-			e = newError(http.StatusInternalServerError, "internal error")
-		}
-		if e.Status == http.StatusServiceUnavailable {
-			x.Header().Set("Retry-After", "1") // seconds
-		}
-		x.send(e.Status, encode(e))
+	if x.err == nil {
+		x.logRequest(r)
+		return
 	}
-	x.log(r)
-	if x.unread {
-		x.discard(r.Body)
+	e, ok := errors.AsType[*apiError](x.err)
+	if !ok {
+		e = newError(http.StatusInternalServerError, "internal error")
 	}
+	if e.Status == http.StatusServiceUnavailable {
+		x.Header().Set("Retry-After", "1") // seconds
+	}
+	x.send(e.Status, encode(e))
+	x.logRequest(r)
+	if e.Status == http.StatusRequestTimeout {
+		return // the rest of the body was awaited long enough
+	}
+	// Many clients read the response only after they have sent the body, and lose it if the connection is closed.
+	connection := http.NewResponseController(x.ResponseWriter)
+	connection.SetReadDeadline(time.Now().Add(2 * time.Second))
+	connection.Flush()
+	io.CopyN(io.Discard, r.Body, maxDiscard)
 }
 
-// discard sends the response at once, and then reads the rest of the body until ReadTimeout or a stop: many clients read the
-// response only after they have sent the whole body, and lose it if the connection is closed before. Reads that never wait
-// would keep a processor from other requests, so there are pauses, which grow with the number of such clients.
-func (x *exchange) discard(body io.Reader) {
-	http.NewResponseController(x.ResponseWriter).Flush()
-	x.server.discarding.Add(1)
-	defer x.server.discarding.Add(-1)
-	buf := make([]byte, 8<<10)
-	for reads := 1; !x.server.draining.Load(); reads++ {
-		if _, err := body.Read(buf); err != nil {
-			return
-		}
-		if reads%8 == 0 { // rarely, because even the shortest pause takes about a millisecond
-			time.Sleep(time.Duration(x.server.discarding.Load()) * 640 * time.Microsecond)
-		}
-	}
-}
-
-// log logs an answered request. (slog.Logger would also look up the line of the source, which takes 2 of a GET's 19 us.)
-func (x *exchange) log(r *http.Request) {
+// logRequest logs an answered request. (A method of slog.Logger would also look up the line of the source, slowly.)
+func (x *exchange) logRequest(r *http.Request) {
 	line := slog.NewRecord(time.Now(), slog.LevelInfo, "request", 0)
 	line.AddAttrs(
 		slog.String("id", x.id),
@@ -266,47 +253,115 @@ func (x *exchange) log(r *http.Request) {
 	if x.status >= http.StatusInternalServerError {
 		line.Level = slog.LevelError
 	}
-	x.server.log.Handler().Handle(context.Background(), line)
+	x.server.logger.Handler().Handle(context.Background(), line)
 }
 
-// serve serves requests from ln until ctx is cancelled, and then gives those in progress 5 s.
+// serve answers requests from ln until 250 ms after ctx is cancelled, and then gives those in progress 5 s.
 func (s *server) serve(ctx context.Context, ln net.Listener) error {
+	var silent sync.Map // the connections that have not sent the header of a request yet
 	srv := &http.Server{
 		Handler:                      s,
 		ReadHeaderTimeout:            5 * time.Second,
 		ReadTimeout:                  10 * time.Second, // for the whole request
-		WriteTimeout:                 20 * time.Second, // from the end of the header: 10 s for the body, 5 s for a lock, 5 s to send
-		IdleTimeout:                  75 * time.Second, // longer than the 60 s of common proxies, so that they close first
+		WriteTimeout:                 20 * time.Second, // 10 s to read the body, 5 s to wait for a lock, 5 s to send
+		IdleTimeout:                  75 * time.Second, // longer than that of proxies (60 s), so that they close first
 		MaxHeaderBytes:               12 << 10,         // net/http allows 4 KiB more, which makes 16 KiB
 		DisableGeneralOptionsHandler: true,             // so that OPTIONS * gets 401 without a key
-		ErrorLog:                     log.New(warnings{s.log}, "", 0),
+		ErrorLog:                     log.New(warnings{s.logger}, "", 0),
+		ConnState: func(c net.Conn, state http.ConnState) {
+			if state == http.StateNew {
+				silent.Store(c, nil)
+			} else {
+				silent.Delete(c)
+			}
+		},
 	}
-	failed := make(chan error, 1)
-	go func() { failed <- srv.Serve(ln) }()
+	served := make(chan error, 1)
+	go func() { served <- srv.Serve(ln) }()
 	select {
-	case err := <-failed:
+	case err := <-served:
 		return err
 	case <-ctx.Done():
 	}
-	s.log.Info("stopping", "cause", context.Cause(ctx))
+	s.logger.Info("stopping", "cause", context.Cause(ctx))
 	s.draining.Store(true)
-	ln.Close()
-	// Wait for requests that are on their way: Shutdown closes idle connections at once, as SetKeepAlivesEnabled(false) would.
+	// Answer requests that are on their way: Shutdown closes idle connections at once.
 	time.Sleep(250 * time.Millisecond)
+	ln.Close()
+	<-served // no connection is new from here on
+	// Shutdown would wait 5 s for silent connections. Close could hit a request that has just been read.
+	for c := range silent.Range {
+		c.(net.Conn).SetReadDeadline(time.Now())
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
 	defer srv.Close()
 	if err := srv.Shutdown(ctx); err != nil {
-		s.log.Warn("connections were cut off", "error", err)
+		s.logger.Warn("connections were cut off", "error", err)
 	}
 	return nil
 }
 
-// warnings is an io.Writer that logs what net/http reports, cut short: a client can choose most of it, such as the protocols in
-// a TLS handshake.
-type warnings struct{ log *slog.Logger }
+// warnings is an io.Writer that logs what net/http reports, cut short, because clients can choose most of it.
+type warnings struct{ logger *slog.Logger }
 
 func (w warnings) Write(line []byte) (int, error) {
-	w.log.Warn(string(bytes.TrimSpace(line[:min(len(line), maxWarning)])))
+	w.logger.Warn(string(bytes.TrimSpace(line[:min(len(line), maxWarning)])))
 	return len(line), nil
+}
+
+// logWriter is an io.Writer that never blocks, so that a stalled log cannot hold up a request: a goroutine does the
+// writing. Lines that find the queue full are dropped, and their number is logged later.
+type logWriter struct {
+	lines   chan []byte
+	dropped atomic.Int64
+	closing chan struct{} // closed by close
+	done    chan struct{} // closed when all is written
+}
+
+func newLogWriter(w io.Writer) *logWriter {
+	l := &logWriter{lines: make(chan []byte, 1024), closing: make(chan struct{}), done: make(chan struct{})}
+	go l.run(w)
+	return l
+}
+
+// Write queues a line, or drops it if the queue is full.
+func (l *logWriter) Write(line []byte) (int, error) {
+	select {
+	case l.lines <- bytes.Clone(line):
+	default:
+		l.dropped.Add(1)
+	}
+	return len(line), nil
+}
+
+// run writes the queued lines in batches, at most one per millisecond: a system call for each would slow requests.
+func (l *logWriter) run(w io.Writer) {
+	defer close(l.done)
+	var batch bytes.Buffer
+	for open := true; open; time.Sleep(time.Millisecond) {
+		select {
+		case line := <-l.lines:
+			batch.Write(line)
+		case <-l.closing:
+			open = false
+		}
+		for range len(l.lines) {
+			batch.Write(<-l.lines)
+		}
+		if dropped := l.dropped.Swap(0); dropped > 0 {
+			slog.New(slog.NewTextHandler(&batch, nil)).Warn("log lines were dropped", "lines", dropped)
+		}
+		batch.WriteTo(w)
+		batch.Reset() // after an error: the rest is lost
+	}
+}
+
+// close waits until the queued lines are written, but no longer than a second. Lines that are written later are lost.
+func (l *logWriter) close() {
+	close(l.closing)
+	select {
+	case <-l.done:
+	case <-time.After(time.Second):
+	}
 }

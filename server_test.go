@@ -4,7 +4,6 @@ import (
 	"bufio"
 	"bytes"
 	"context"
-	"crypto/rand"
 	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
@@ -77,7 +76,14 @@ type service struct {
 func parallelService(t *testing.T) *service {
 	t.Helper()
 	t.Parallel()
+	limitTime(t)
 	return newService(t)
+}
+
+// limitTime ends the tests with a panic that names t if it runs for longer than 30 seconds from now.
+func limitTime(t *testing.T) {
+	limit := time.AfterFunc(30*time.Second, func() { panic(t.Name() + " hangs") })
+	t.Cleanup(func() { limit.Stop() })
 }
 
 // newService opens a service on a new database. It logs to the test and to logs.
@@ -89,10 +95,8 @@ func newService(t testing.TB, logs ...io.Writer) *service {
 // withFakeClock runs a test on a service under a fake clock, in parallel with other tests.
 func withFakeClock(t *testing.T, test func(t *testing.T, s *service), logs ...io.Writer) {
 	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		defer time.AfterFunc(time.Hour, func() { panic("a request hangs") }).Stop() // soon, because the clock is fake
-		test(t, newService(t, logs...))
-	})
+	limitTime(t) // by the real clock: the fake one stands still while a goroutine waits for a lock
+	synctest.Test(t, func(t *testing.T) { test(t, newService(t, logs...)) })
 }
 
 func openService(t testing.TB, db string, logs ...io.Writer) *service {
@@ -329,27 +333,6 @@ func TestListPets(t *testing.T) {
 	}
 }
 
-// TestPagingSeesEachAnimalOnce follows the links while animals are added.
-func TestPagingSeesEachAnimalOnce(t *testing.T) {
-	s := parallelService(t)
-	var before, ids []int64
-	for range 120 {
-		before = append(before, s.add("before", 1, "available").ID)
-	}
-	stop := repeat(4, func(int) { s.add("meanwhile", 1, "available") })
-	for target := "/v1/pets?limit=7&status=available"; target != "" && len(ids) < 120; {
-		a := s.do("GET", target, "")
-		for _, p := range decode[[]pet](t, a) {
-			ids = append(ids, p.ID)
-		}
-		target, _, _ = strings.Cut(strings.TrimPrefix(a.header.Get("Link"), "<"), ">")
-	}
-	stop()
-	if !slices.Equal(ids[:min(120, len(ids))], before) {
-		t.Errorf("the ids on the pages are %v, want %v", ids, before)
-	}
-}
-
 // validBodies are accepted, and read back as they are.
 var validBodies = []string{
 	"{\r\n\t\"name\":\t\"x\",\r\n\t\"categoryId\":\r\n1,\t\"status\"\n:\r\"pending\"\t}",
@@ -431,6 +414,7 @@ func TestCreatePetRefusesInvalidBodies(t *testing.T) {
 func TestRequests(t *testing.T) {
 	s := parallelService(t)
 	s.add("Rex", 7, "pending")
+	s.sqlite3("INSERT INTO pets (id, name, category_id) VALUES (3, 'Tom', 8)")
 	large := strings.Repeat("x", 64<<10+1)
 	parameters := "?" // fifty
 	for i := range 50 {
@@ -443,7 +427,10 @@ func TestRequests(t *testing.T) {
 	}{
 		{"GET /v1/pets/1", "", "", 200, "Rex"},
 		{"GET /v1/pets/1?limit=x&anything", "", "", 200, "Rex"},
-		{"GET /v1/pets/2", "", "", 404, "no animal"},
+		{"GET /v1/pets/2", "", "", 404, "no animal"}, // the next animal is 3
+		{"GET /v1/pets/0", "", "", 404, "no animal"},
+		{"GET /v1/pets/-1", "", "", 404, "no animal"},
+		{"GET /v1/pets/-9223372036854775808", "", "", 404, "no animal"},
 		{"GET /v1/pets/01", "", "", 404, "no animal"},
 		{"GET /v1/pets/1%2F", "", "", 404, "no animal"},
 		{"GET /v1/pets/" + strings.Repeat("9", 3000), "", "", 404, "no animal"},
@@ -576,6 +563,7 @@ func TestIdempotencyKeyIsForgottenAfterADay(t *testing.T) {
 	for i := range 10 {
 		create(i, i+1)
 	}
+	s.wantSQL("SELECT min(created) > unixepoch() - 60 AND max(created) <= unixepoch() FROM idempotency_keys", "1")
 	const day = idempotencyKeyLifetime
 	age(day - 1)
 	create(0, 1)
@@ -590,47 +578,36 @@ func TestIdempotencyKeyIsForgottenAfterADay(t *testing.T) {
 	s.wantSQL("SELECT count(*) FROM idempotency_keys", "5")
 }
 
-// TestPanicInAHandler makes a request that net/http never makes: without a Body.
 func TestPanicInAHandler(t *testing.T) {
 	t.Parallel()
 	var log bytes.Buffer
 	s := newService(t, &log)
-	r := httptest.NewRequest("POST", "/v1/pets", nil)
-	r.Body = nil
-	s.want(s.doRequest(r), 500, `"internal error"`)
-	if !strings.Contains(log.String(), `error="panic: `) || !strings.Contains(log.String(), "animalstore.readBody(") {
+	w, r := httptest.NewRecorder(), httptest.NewRequest("GET", "/", nil)
+	s.answer(w, r, func(*exchange, *http.Request) error { panic("in a handler") })
+	s.want(checked(t, r, w.Result()), 500, `"internal error"`)
+	if !strings.Contains(log.String(), `error="panic: in a handler`) || !strings.Contains(log.String(), "server_test.go:") {
 		t.Errorf("no panic with its stack in the log: %s", log.String())
-	}
-	reads := 0
-	handler := s.cached(func(*http.Request) (response, error) {
-		if reads++; reads == 1 {
-			panic("in a read")
-		}
-		return response{body: []byte("[]")}, nil
-	})
-	for _, want := range []int{500, 200, 200} {
-		w := httptest.NewRecorder()
-		if s.answer(w, httptest.NewRequest("GET", "/v1/pets", nil), handler); w.Code != want {
-			t.Errorf("a read that panics once = %d, want %d", w.Code, want)
-		}
 	}
 }
 
 // pipes is a net.Listener for connections in memory, which work under a fake clock.
 type pipes struct {
-	conns chan net.Conn
-	once  sync.Once
+	conns  chan net.Conn
+	closed context.Context
+	close  context.CancelFunc
 }
 
 func (l *pipes) Accept() (net.Conn, error) {
-	if conn, ok := <-l.conns; ok {
+	select {
+	case conn := <-l.conns:
 		return conn, nil
+	case <-l.closed.Done():
+		return nil, net.ErrClosed
 	}
-	return nil, net.ErrClosed
 }
 
 func (l *pipes) Close() error {
-	l.once.Do(func() { close(l.conns) })
+	l.close()
 	return nil
 }
 
@@ -657,6 +634,7 @@ func (s *service) received(conn net.Conn, method, target string) (a reply, close
 // serveInMemory serves connections in memory until stop is called. stop returns when the service has stopped.
 func (s *service) serveInMemory() (ln *pipes, stop func()) {
 	ln = &pipes{conns: make(chan net.Conn)}
+	ln.closed, ln.close = context.WithCancel(context.Background())
 	ctx, cancel := context.WithCancel(s.t.Context())
 	ended := make(chan error)
 	go func() { ended <- s.server.serve(ctx, ln) }()
@@ -674,6 +652,7 @@ const (
 	getList  = "GET /v1/pets HTTP/1.1\r\n" + withKey + "\r\n"
 )
 
+// TestStop stops the service while a connection is in one of several states.
 func TestStop(t *testing.T) {
 	t.Parallel()
 	const soon, late = 250 * time.Millisecond, 5250 * time.Millisecond
@@ -686,9 +665,10 @@ func TestStop(t *testing.T) {
 	}{
 		"an idle connection":               {getList, "", 0, 200, soon, soon},
 		"a request on an idle connection":  {getList, getList, 200 * time.Millisecond, 200, soon, soon},
-		"a connection that sent nothing":   {"", "", 0, 0, soon, late},
-		"a body without a key":             {post + "Host: x\r\n" + length29, "", 0, 401, soon, late},
-		"a slow body without a key":        {post + "Host: x\r\nContent-Length: 1000000\r\n\r\n", "x", 100 * time.Millisecond, 401, soon, time.Second},
+		"a connection that sent nothing":   {"", "", 0, 0, soon, time.Second},
+		"a connection that sent a part":    {"GET /v1/pets HTTP/1.1\r\n", "", 0, 0, soon, time.Second},
+		"a request on a new connection":    {"", getList, 200 * time.Millisecond, 200, soon, time.Second},
+		"a slow body without a key":        {post + "Host: x\r\nContent-Length: 1000000\r\n\r\n", "x", 100 * time.Millisecond, 401, soon, 3 * time.Second},
 		"a request whose body comes late":  {post + withKey + length29, rex, 4 * time.Second, 201, 4 * time.Second, late},
 		"a request whose body never comes": {post + withKey + length29, "", 0, 0, late, late},
 	} {
@@ -697,18 +677,21 @@ func TestStop(t *testing.T) {
 			s := newService(t, &log)
 			ln, stop := s.serveInMemory()
 			conn := ln.dial(c.sent)
-			defer conn.Close()
 			if c.sent == getList {
 				s.received(conn, "GET", "/v1/pets")
 			}
 			if c.later != "" {
 				go func() {
-					for err := error(nil); err == nil; _, err = io.WriteString(conn, c.later) {
-						time.Sleep(c.every)
+					if c.sent == "" {
+						time.Sleep(time.Millisecond) // until the stop has begun
+						conn = ln.dial("")
 					}
-				}()
-				go func() {
-					method, _, _ := strings.Cut(c.sent, " ")
+					go func() {
+						for err := error(nil); err == nil; _, err = io.WriteString(conn, c.later) {
+							time.Sleep(c.every)
+						}
+					}()
+					method, _, _ := strings.Cut(c.sent+c.later, " ")
 					if a, closes := s.received(conn, method, "/v1/pets"); a.status != c.status || !closes {
 						t.Errorf("%s = %d %s, Connection: close %v", what, a.status, a.body, closes)
 					}
@@ -727,7 +710,17 @@ func TestStop(t *testing.T) {
 	}
 }
 
-func TestLimits(t *testing.T) {
+// TestListenerThatFails closes the listener of a running service.
+func TestListenerThatFails(t *testing.T) {
+	s := parallelService(t)
+	ln := try(net.Listen("tcp", "127.0.0.1:0"))(t)
+	time.AfterFunc(time.Millisecond, func() { ln.Close() })
+	if err := s.server.serve(t.Context(), ln); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("serve returned %v, want an error that the listener is closed", err)
+	}
+}
+
+func TestHeaderLimits(t *testing.T) {
 	withFakeClock(t, func(t *testing.T, s *service) {
 		ln, stop := s.serveInMemory()
 		for header, want := range map[string]string{
@@ -741,39 +734,19 @@ func TestLimits(t *testing.T) {
 			}
 			conn.Close()
 		}
-		for sent, want := range map[string]time.Duration{"": 5 * time.Second, "GET /v1/pets HTTP/1.1\r\n": 5 * time.Second, getList: 75 * time.Second} {
+		stop()
+	})
+}
+
+func TestTimeouts(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		ln, stop := s.serveInMemory()
+		for sent, want := range map[string]time.Duration{"": 5 * time.Second, getList[:9]: 5 * time.Second, getList: 75 * time.Second} {
 			start := time.Now()
 			io.Copy(io.Discard, ln.dial(sent))
 			if took := time.Since(start); took != want {
 				t.Errorf("after %q the connection was closed after %v, want %v", sent, took, want)
 			}
-		}
-		for header, body := range map[string]string{ // responses that do not wait for the body
-			"Host: x\r\n" + length29:                                       rex,
-			"Host: x\r\nConnection: close\r\n" + length29:                  rex,
-			"Host: x\r\nTransfer-Encoding: chunked\r\n\r\n":                "1\r\nx\r\n0\r\n\r\n",
-			withKey + "Content-Type: text/plain\r\n" + length29:            rex,
-			withKey + "Connection: close\r\nContent-Length: 70000\r\n\r\n": strings.Repeat("x", 70000), // the service has read a part of it
-			"Host: x\r\nContent-Length: 20000000\r\n\r\n":                  strings.Repeat("x", 20000000),
-		} {
-			start := time.Now()
-			conn := ln.dial("POST /v1/pets HTTP/1.1\r\n" + header)
-			sent := make(chan error)
-			go func() {
-				if len(body) < 100 {
-					time.Sleep(time.Second)
-				}
-				_, err := io.WriteString(conn, body)
-				sent <- err
-			}()
-			if a, closes := s.received(conn, "POST", "/v1/pets"); a.status/100 != 4 || !closes || time.Since(start) > 0 {
-				t.Errorf("%q: got %d after %v, Connection: close %v", header, a.status, time.Since(start), closes)
-			}
-			err, took := <-sent, time.Since(start)
-			if err != nil || len(body) > 1<<20 && took < 40*time.Millisecond { // with pauses, so that others have their turn
-				t.Errorf("%q: sending the body of %d bytes after the response took %v (%v)", header, len(body), took, err)
-			}
-			conn.Close()
 		}
 		for wait, whole := range map[time.Duration]bool{19 * time.Second: true, 21 * time.Second: false} {
 			conn := ln.dial("GET /openapi.json HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -782,16 +755,67 @@ func TestLimits(t *testing.T) {
 				t.Errorf("a client that reads after %v gets %d bytes", wait, n)
 			}
 		}
-		start := time.Now()
-		conn := ln.dial("POST /v1/pets HTTP/1.1\r\n" + withKey + length29 + `{"name":`)
-		a, closes := s.received(conn, "POST", "/v1/pets")
-		s.want(a, 408, "within 10 seconds")
-		if took := time.Since(start); took != 10*time.Second || !closes {
-			t.Errorf("the service waited %v for the body, want 10s; Connection: close %v", took, closes)
+		for header, c := range map[string]struct { // with a part of the body
+			status int
+			wait   time.Duration // until the response
+		}{
+			withKey + length29: {408, 10 * time.Second},
+			withKey + "Content-Type: text/plain\r\n" + length29:         {415, 2 * time.Second},
+			"Host: x\r\n" + length29:                                    {401, 2 * time.Second},
+			"Host: x\r\nConnection: close\r\n" + length29:               {401, 0},
+			"Host: x\r\nTransfer-Encoding: chunked\r\n\r\n9\r\n":        {401, 2 * time.Second},
+			"Host: x\r\nExpect: 100-continue\r\n" + length29:            {401, 0},
+			"Host: x\r\nConnection: close\r\nContent-Length: 9\r\n\r\n": {401, 0},
+		} {
+			start := time.Now()
+			conn := ln.dial(post + header + `{"name":`)
+			a, closes := s.received(conn, "POST", "/v1/pets")
+			if took := time.Since(start); a.status != c.status || took != c.wait || !closes {
+				t.Errorf("%q: %d after %v, Connection: close %v; want %d after %v", header, a.status, took, closes, c.status, c.wait)
+			}
+			io.Copy(io.Discard, conn) // until the connection is closed
+			if took := time.Since(start); took > c.wait+4*time.Second {
+				t.Errorf("%q: the connection was closed after %v", header, took)
+			}
 		}
-		conn.Close()
 		stop()
 	})
+}
+
+// TestErrorReachesClientsThatSendFirst sends large bodies, and reads the response only afterwards.
+func TestErrorReachesClientsThatSendFirst(t *testing.T) {
+	s := parallelService(t)
+	ln := try(net.Listen("tcp", "127.0.0.1:0"))(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error)
+	go func() { ended <- s.server.serve(ctx, ln) }()
+	dial := func(header string, length int) net.Conn {
+		conn := try(net.Dial("tcp", ln.Addr().String()))(t)
+		fmt.Fprintf(conn, "%s%sContent-Length: %d\r\n\r\n", post, header, length)
+		return conn
+	}
+	body := bytes.Repeat([]byte("x"), 1_000_000)
+	for header, status := range map[string]int{
+		withKey: 413, withKey + "Connection: close\r\n": 413, "Host: x\r\n": 401, "Host: x\r\nConnection: close\r\n": 401,
+	} {
+		for range 25 {
+			conn := dial(header, len(body))
+			conn.Write(body)
+			a, _ := s.received(conn, "POST", "/v1/pets")
+			s.want(a, status, "")
+			conn.Close()
+		}
+		conn, err := dial(header, 50*len(body)), error(nil)
+		for sent := 0; sent < 50 && err == nil; sent++ {
+			_, err = conn.Write(body)
+		}
+		if err == nil {
+			t.Errorf("%q: the service has read 50 MB after an error", header)
+		}
+		conn.Close()
+	}
+	cancel()
+	must(t, <-ended)
 }
 
 // connections holds the open connections of the last service on each database file; the first is the one that writes.
@@ -807,9 +831,6 @@ var callbacks sync.Map
 func watchSQLite() {
 	sqlite.RegisterConnectionHook(func(conn sqlite.ExecQuerierContext, dsn string) error {
 		opened, err := url.Parse(dsn)
-		if strings.Contains(dsn, "writable_schema") { // of checkLog, which closes it
-			return err
-		}
 		connections.Lock()
 		defer connections.Unlock()
 		switch file := opened.Path; opened.Query().Get("mode") {
@@ -843,12 +864,13 @@ func (s *service) pragma(i int, text string) string {
 	return fmt.Sprint(value[0])
 }
 
-// onRead makes the service call f whenever it reads an animal.
+// onRead makes the service call f whenever it reads an animal. The first call replaces the table by a view.
 func (s *service) onRead(f func() error) {
 	s.t.Helper()
-	callbacks.Store(s.db, f)
-	s.sqlite3("ALTER TABLE pets RENAME TO animals; " +
-		"CREATE VIEW pets AS SELECT id, coalesce(call('" + s.db + "'), name) AS name, category_id, status FROM animals")
+	if _, again := callbacks.Swap(s.db, f); !again {
+		s.sqlite3("ALTER TABLE pets RENAME TO animals; " +
+			"CREATE VIEW pets AS SELECT id, coalesce(call('" + s.db + "'), name) AS name, category_id, status FROM animals")
+	}
 }
 
 // onCommit makes the service call f whenever it commits.
@@ -897,35 +919,36 @@ func TestCacheIsNeverBehindAnAcknowledgedWrite(t *testing.T) {
 	}
 }
 
-// TestTroubleDuringARead has the database change during a read, and another read fail. Later requests must not share them.
-func TestTroubleDuringARead(t *testing.T) {
+// TestChangeDuringARead has the database change during a read, which later requests must not share.
+func TestChangeDuringARead(t *testing.T) {
 	withFakeClock(t, func(t *testing.T, s *service) {
 		s.add("old", 7, "sold")
-		s.add("Rex", 7, "sold")
-		next := func() error { return nil } // what happens when the service reads the next animal
+		var held atomic.Bool
+		reading, goOn := make(chan bool), make(chan bool)
 		s.onRead(func() error {
-			f := next
-			next = func() error { return nil }
-			return f()
+			if held.CompareAndSwap(false, true) { // the first read
+				close(reading)
+				<-goOn
+			}
+			return nil
 		})
 		time.Sleep(time.Second) // until the service has found the last change
-		const page, other = "/v1/pets?limit=1", "/v1/pets/1"
-		s.want(s.do("GET", other, ""), 200, "old")
-		next = func() error {
-			s.sqlite3("UPDATE animals SET name = 'new'")
-			time.Sleep(time.Second)
-			s.want(s.do("GET", other, ""), 200, "new")
-			s.want(s.do("GET", page, ""), 200, "new")
-			return nil
-		}
-		s.want(s.do("GET", page, ""), 200, "old")
-		s.want(s.do("GET", page, ""), 200, "new")
-		next = func() error {
-			next = func() error { return errors.New("unreadable") }
-			return nil
-		}
-		s.want(s.do("GET", "/v1/pets?limit=2", ""), 500, "internal")
-		s.want(s.do("GET", "/v1/pets?limit=2", ""), 200, "new")
+		var first reply
+		var answered sync.WaitGroup
+		answered.Go(func() { first = s.do("GET", "/v1/pets", "") })
+		<-reading
+		s.sqlite3("UPDATE animals SET name = 'new'")
+		time.Sleep(time.Second)
+		s.want(s.do("GET", "/v1/pets", ""), 200, "new")
+		close(goOn)
+		answered.Wait()
+		s.want(first, 200, "old")
+		s.want(s.do("GET", "/v1/pets", ""), 200, "new")
+		s.onRead(func() error { return errors.New("unreadable") })
+		time.Sleep(time.Second)
+		s.want(s.do("GET", "/v1/pets/1", ""), 500, "internal")
+		s.onRead(func() error { return nil })
+		s.want(s.do("GET", "/v1/pets/1", ""), 200, "new") // an error is not kept
 	})
 }
 
@@ -1030,15 +1053,14 @@ func TestSchemaEnforcesTheRules(t *testing.T) {
 	s.want(s.do("POST", "/v1/pets", rex), 503, "")
 }
 
-// TestOddNamesOfDatabases opens files with names that have a meaning in a URI, directly and through a symbolic link.
+// TestOddNamesOfDatabases opens files with names that have a meaning in a URI.
 func TestOddNamesOfDatabases(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{":memory:", "file:x", "a?mode=memory", "a#b", "100%", "%41", "a b&c", "ä\n"} {
 		db := writeFile(t, t.TempDir(), name, "") // an empty file is a new database
-		openService(t, db).add("Rex", 7, "sold")
-		must(t, os.Symlink(db, db+".link"))
-		s := openService(t, db+".link")
-		s.want(s.do("POST", "/v1/pets", rex), 201, `"id":2,`)
+		s := openService(t, db)
+		s.add("Rex", 7, "sold")
+		s.wantSQL("SELECT count(*) FROM pets", "1")
 	}
 }
 
@@ -1073,39 +1095,34 @@ func TestQueriesReadFewPages(t *testing.T) {
 	})
 }
 
-// TestWaitingCreatesShareOneCommit adds animals to a locked database: two for each Idempotency-Key, and one that is refused.
+// TestWaitingCreatesShareOneCommit adds animals to a locked database, two for each Idempotency-Key, until all that waited were
+// stored by one commit.
 func TestWaitingCreatesShareOneCommit(t *testing.T) {
 	s := parallelService(t)
-	s.sqlite3(`CREATE TRIGGER refuse BEFORE INSERT ON pets WHEN new.name = 'refused' BEGIN SELECT RAISE(ABORT, 'refused'); END`)
-	var commits atomic.Int64
+	var commits, rounds atomic.Int64
 	s.onCommit(func() { commits.Add(1) })
-	unlock := s.lock()
-	var statuses [600]atomic.Int64
-	var answered sync.WaitGroup
-	create := func(name, key string) {
-		answered.Go(func() {
-			a := s.do("POST", "/v1/pets", fmt.Sprintf(`{"name":%q,"categoryId":7}`, name), "Idempotency-Key: "+key)
-			statuses[a.status].Add(1)
-		})
-	}
-	create("refused", "refused")
-	for i := range 10 {
-		create("one", fmt.Sprint("key-", i))
-		create("other", fmt.Sprint("key-", i))
-	}
-	eventually(t, "all creates wait in one batch", func() bool {
-		s.store.joining.Lock()
-		defer s.store.joining.Unlock()
-		return s.store.gathering != nil && len(s.store.gathering.creations) == 21
+	eventually(t, "one commit stores all", func() bool {
+		unlock, round := s.lock(), rounds.Add(1)
+		commits.Store(0)
+		var statuses [600]atomic.Int64
+		var begun, answered sync.WaitGroup
+		for i := range 20 {
+			begun.Add(1)
+			answered.Go(func() {
+				body := fmt.Sprintf(`{"name":"animal %d","categoryId":7}`, i)
+				begun.Done()
+				statuses[s.do("POST", "/v1/pets", body, fmt.Sprint("Idempotency-Key: ", round, "-", i/2)).status].Add(1)
+			})
+		}
+		begun.Wait()
+		unlock()
+		answered.Wait()
+		if statuses[201].Load() != 10 || statuses[422].Load() != 10 {
+			t.Fatalf("%d responses are 201, and %d are 422; want 10 and 10", statuses[201].Load(), statuses[422].Load())
+		}
+		return commits.Load() == 1
 	})
-	unlock()
-	answered.Wait()
-	if statuses[201].Load() != 10 || statuses[422].Load() != 10 || statuses[500].Load() != 1 || commits.Load() != 1 {
-		t.Errorf("%d responses are 201, %d are 422, and %d are 500, after %d commits; want 10, 10, 1 and 1",
-			statuses[201].Load(), statuses[422].Load(), statuses[500].Load(), commits.Load())
-	}
-	s.wantSQL("SELECT count(*) FROM pets", "10")
-	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: refused"), 201, "Rex") // the key of the refused animal was not remembered
+	s.wantSQL("SELECT count(*) FROM pets", fmt.Sprint(10*rounds.Load()))
 }
 
 // TestDatabaseThatCannotBeWritten uses a database that is full, then read-only, then locked for too long, and then broken.
@@ -1177,56 +1194,6 @@ func TestFailingDisk(t *testing.T) {
 	s = openService(t, s.db)
 	s.wantSQL("PRAGMA integrity_check", "ok")
 	s.wantSQL("SELECT count(*) FROM pets", strconv.Itoa(10001+added))
-}
-
-// TestMovedDatabase moves the database away, and puts a file in its place that no connection may take for the database.
-func TestMovedDatabase(t *testing.T) {
-	t.Parallel()
-	for _, replace := range []string{"SELECT ?", "VACUUM INTO ?"} { // by an empty file, by a copy
-		t.Run(replace, func(t *testing.T) {
-			s := parallelService(t)
-			s.add("old", 7, "sold")
-			var begun atomic.Int64 // reads
-			var all chan bool      // closed when four have begun, which need more than one connection
-			s.onRead(func() error {
-				if begun.Add(1) == 4 {
-					close(all)
-				}
-				select {
-				case <-all:
-					return nil
-				case <-time.After(5 * time.Second):
-					return errors.New("the other reads have not begun")
-				}
-			})
-			readAtOnce := func(limit int, words string) {
-				all = make(chan bool)
-				begun.Store(0)
-				var answered sync.WaitGroup
-				for i := range 4 {
-					answered.Go(func() { s.want(s.do("GET", fmt.Sprint("/v1/pets?limit=", limit+i), ""), 200, words) })
-				}
-				answered.Wait()
-			}
-			other := writeFile(t, t.TempDir(), "other.db", "")
-			s.sqlite3(replace, other)
-			must(t, os.Rename(s.db, s.db+".away"))
-			must(t, os.Rename(other, s.db))
-			readAtOnce(10, "old")
-			a := s.do("POST", "/v1/pets", rex)
-			if s.want(a, 503, "unavailable"); strings.Contains(a.body, filepath.Base(s.db)) {
-				t.Errorf("the response contains the name of the file: %s", a.body)
-			}
-			s.want(s.do("GET", "/healthz", ""), 503, "unavailable")
-			must(t, os.Rename(s.db+".away", s.db))
-			eventually(t, "the service is healthy", func() bool { return s.do("GET", "/healthz", "").status == 200 })
-			s.sqlite3("INSERT INTO animals (name, category_id) VALUES ('new', 7)")
-			eventually(t, "the new animal shows", func() bool { return strings.Contains(s.do("GET", "/v1/pets?limit=10", "").body, "new") })
-			readAtOnce(20, "new")
-			s.sqlite3("DROP VIEW pets; ALTER TABLE animals RENAME TO pets")
-			s.want(s.do("POST", "/v1/pets", rex), 201, `"id":3,`)
-		})
-	}
 }
 
 func TestAnimalsOutliveTheProcess(t *testing.T) {
@@ -1339,6 +1306,41 @@ func (p *process) stop(signals ...syscall.Signal) (status int, log string) {
 	return p.cmd.ProcessState.ExitCode(), p.lines.String()
 }
 
+// send sends a request with a valid key to the program, with an animal as its body, and returns the status of the response.
+func (p *process) send(method, target string) (status int) {
+	p.t.Helper()
+	status, _, err := fetch(http.DefaultClient, method, p.url+target, rex)
+	must(p.t, err)
+	return status
+}
+
+// want sends a request, and checks the status of the response.
+func (p *process) want(status int, method, target string) {
+	p.t.Helper()
+	if got := p.send(method, target); got != status {
+		p.t.Errorf("%s %s = %d, want %d", method, target, got, status)
+	}
+}
+
+// awaitUnhealthy waits until the program is unhealthy, and logs a cause that matches pattern.
+func (p *process) awaitUnhealthy(pattern string) {
+	p.t.Helper()
+	eventually(p.t, "the program is unhealthy because of "+pattern, func() bool {
+		return p.send("GET", "/healthz") == 503 && regexp.MustCompile(pattern).MatchString(p.read("path=/healthz .*")[0])
+	})
+}
+
+// wantRun runs the program on the database, with args, until it ends, and checks its exit status and its output.
+func (s *service) wantRun(status int, words string, args ...string) {
+	s.t.Helper()
+	cmd := command(s.t, execSelf, append([]string{"-db", filepath.Base(s.db)}, args...)...)
+	cmd.Dir = filepath.Dir(s.db)
+	out, _ := cmd.CombinedOutput()
+	if got := cmd.ProcessState.ExitCode(); got != status || !strings.Contains(string(out), words) {
+		s.t.Errorf("%q: exit status %d, output %s; want %d, %s", args, got, out, status, words)
+	}
+}
+
 // fetch sends a request with a valid key and the given headers, as service.do does, over the network.
 func fetch(client *http.Client, method, url, body string, headers ...string) (status int, text string, err error) {
 	r, _ := http.NewRequest(method, url, strings.NewReader(body))
@@ -1371,9 +1373,6 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 			}
 			return nil
 		}
-		if wal := try(os.Stat(db + "-wal"))(t); wal.Size() > 0 {
-			t.Errorf("round %d: %d bytes of the log were not saved by the start", round, wal.Size())
-		}
 		for i := range sent.Load() { // repeats all earlier creates, acknowledged or not
 			must(t, add(i))
 		}
@@ -1402,224 +1401,130 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 	s.wantSQL("SELECT count(*) FROM (SELECT 1 FROM pets GROUP BY name HAVING count(*) > 1)", "0")
 }
 
-// TestMovedFiles moves, deletes and replaces the files of a running program, which must not lose what it has acknowledged. A step
-// is an action of movedFiles or a shell command in the folder of the database.
+// TestMovedFiles moves, deletes or replaces the files of a running program: five animals, all still in the write-ahead log, and a
+// copy with the first three. The program must create nothing until the files are back, or until it is restarted.
 func TestMovedFiles(t *testing.T) {
 	t.Parallel()
 	const (
-		fine     = "msg=stopped"
-		inPlace  = "the animals in it were saved in the database"
-		copied   = "what it held was saved in"
-		replaced = "was replaced, perhaps by"
-		choose   = "stop; refused; mv animals.db.saved animals.db; start"
+		database, wal, index = `animals.db\\" was moved, deleted`, `animals.db-wal\\" was moved, deleted`, `animals.db-shm\\" was moved, deleted`
+		started              = "msg=started"
 	)
-	for _, c := range []struct{ steps, log string }{ // log is what the first stop must log
-		{"mv animals.db-wal away; add; saved; add; kill; start", ""},
-		{"mv animals.db-wal away; add; saved; mv away animals.db-wal; healthy; add; stop; start", fine},
-		{"mv animals.db-wal away; add; stop; start", inPlace},
-		{"mv animals.db-wal away; add; saved; begin; commit; kill; start", ""},
-		{"mv animals.db-wal away; add; saved; begin; commit; stop; start", replaced},
-		{"mv animals.db-wal away; add; begin; saved; commit; stop; start", replaced},
-		{"mv animals.db-wal away; begin; commit; noticed; mv away animals.db-wal; adds; stop; start", replaced},
-		{"mv animals.db-wal away; begin; post; unhealthy; commit; stop; start", `key=62af8704 error="the database is unavailable`},
-		{"begin; add; rm animals.db-wal; unhealthy; commit; stop; start", inPlace},
-		{"read; add; rm animals.db-wal; stop; refused; mv animals.db.saved animals.db; too early; end; start; add; kill; start", copied},
-		{"rm animals.db; stop; start", copied},
-		{"rm animals.db*; unhealthy; add; stop; start", copied},
-		{`rm -r "$PWD"; stop; start`, copied},
-		{"mv animals.db moved; stop; ls -l animals.db | grep -q ^-rw-r-----; start", copied},
-		{"read; add; mv animals.db moved; stop; start; add; kill; start", copied},
-		{"idle; mv animals.db moved; stop; start; add; edit; add; kill; start", copied},
-		{"cp animals.db there; rm animals.db; unhealthy; mv there animals.db; " + choose, copied},
-		{"copy; mv other animals.db; " + choose, copied},
-		{"mv animals.db moved; stop; rm animals.db*; mv moved animals.db; start", copied},
-		{"copy; read; add; mv other animals.db; " + choose, copied},
-		{"copy; mv other animals.db; stop; refused; restore; rm animals.db.saved; start", copied},
-		{"second; rm animals.db; stop; kill second; start", copied},
-		{"second; copy; mv other animals.db; stop; kill second; refused; restore; rm animals.db.saved; start", copied},
-		{"mkdir data; mv animals.db data; ln -s data/animals.db .; unhealthy; add; kill; start", ""},
-		{"mkdir data; mv animals.db data; ln -s data/animals.db .; stop; start", inPlace},
-		{"mkdir data; mv animals.db* data; ln -s data/animals.db .; healthy; add; stop; start", fine},
-		{"second; rm animals.db; stop; start; add; stop second; add; kill; mv animals.db.saved old; start", copied},
-		{"second; copy; add; mv other animals.db; stop; stop second; refused; rm animals.db.saved2; mv animals.db.saved animals.db; start", copied},
-		{"copy; add; mv other animals.db; emptied; look; " + choose, copied},
-		{"copy; mv animals.db moved; mv other animals.db; emptied; add; mv moved animals.db; healthy; add; stop; start", fine},
-		{"cp animals.db animals.db.saved; add; rm animals.db; stop; refused; rm animals.db.saved; start", copied},
-		{"break; rm animals.db; stop; start; mend", "saved in .* the copy is damaged, and perhaps the database: CHECK constraint failed"},
-		{"mkdir data; kill; mv animals.db* data; ln -s data/animals.db .; start; read; add; mv data/animals.db moved; stop; refused; mv animals.db.saved data/animals.db; start", copied},
-		{"kill; start; mv animals.db moved; kill; no database; mv moved animals.db; start", ""},
-		{"copy; kill; begin; waiting; mv other animals.db; commit; ended; start", ""}, // during a start
-		{"kill; begin; waiting; rm animals.db-wal; commit; ended; start", ""},
-		{"kill; begin; waiting; mv animals.db-wal away; cp away animals.db-wal; commit; ended; start", ""},
-		{"kill; begin; waiting; mv animals.db away; commit; ended; mv away animals.db; start", ""},
-		{"limit; mv animals.db moved; stop; refused; mv moved animals.db; rm animals.db.saved; start", "no copy could be saved: disk I/O error"},
+	for what, c := range map[string]struct {
+		slip    string // shell commands in the folder of the files
+		moved   string // what the log says is moved
+		undo    string // shell commands that put the files back; if empty, the program is stopped
+		start   string // what the next start says
+		mend    string // shell commands, after a start that is refused
+		animals string // the ids in the end, after one more animal was added
+	}{
+		"the database, put back":      {"mv animals.db away", database, "mv away animals.db", started, "", "1,2,3,4,5,6"},
+		"the database, restarted":     {"mv animals.db away", database, "", "there is no database, but", "mv away animals.db", "1,2,3,4,5,6"},
+		"the log, put back":           {"mv animals.db-wal away", wal, "mv away animals.db-wal", started, "", "1,2,3,4,5,6"},
+		"the log, deleted":            {"rm animals.db-wal", wal, "", started, "", "1,2,3,4,5,6"},
+		"the index, deleted":          {"rm animals.db-shm", index, "", started, "", "1,2,3,4,5,6"},
+		"all files, deleted":          {"rm animals.db*", database, "", "the database is new and empty", "", "1"},
+		"all files, and their folder": {`mv "$PWD" "$PWD.away"; mkdir "$PWD"`, database, "", "the database is new and empty", "", "1"},
+		"a backup in the place":       {"mv copy animals.db", database, "", started, "", "1,2,3,4"},
+		"a backup beside":             {"mv animals.db away; cp copy animals.db", database, "mv away animals.db", started, "", "1,2,3,4,5,6"},
+		"a link in the place":         {"mv animals.db away; ln -s away animals.db", database, "", "name the file that it leads to", "mv away animals.db", "1,2,3,4,5,6"},
 	} {
-		t.Run(c.steps, func(t *testing.T) {
+		t.Run(what, func(t *testing.T) {
 			t.Parallel()
-			m := &movedFiles{service: &service{t: t, db: filepath.Join(t.TempDir(), "db", "animals.db")}, log: c.log}
-			must(t, os.Mkdir(filepath.Dir(m.db), 0o700))
-			m.start("umask 027; " + execSelf)
-			for range 10 {
-				m.add()
+			s := &service{t: t, db: filepath.Join(t.TempDir(), "files", "animals.db")} // without a server in this process
+			must(t, os.Mkdir(filepath.Dir(s.db), 0o700))
+			shell := func(commands string) {
+				cmd := exec.Command("sh", "-e", "-c", commands)
+				cmd.Dir = filepath.Dir(s.db)
+				if out, err := cmd.CombinedOutput(); err != nil {
+					t.Fatalf("%s: %v %s", commands, err, out)
+				}
 			}
-			m.otherRuns("PRAGMA wal_checkpoint") // so that other programs can read the database without the log
-			m.add()
-			must(t, m.other.Close())
-			m.other = nil
-			for _, step := range strings.Split(c.steps, "; ") {
-				m.do(step)
+			p := startProcess(t, command(t, execSelf, "-db", s.db))
+			for range 3 {
+				p.want(201, "POST", "/v1/pets")
 			}
-			m.program.stop(syscall.SIGKILL)
-			s := openService(t, m.db)
+			must(t, backup(t.Context(), s.db, filepath.Join(filepath.Dir(s.db), "copy")))
+			p.want(201, "POST", "/v1/pets")
+			p.want(201, "POST", "/v1/pets")
+			shell(c.slip)
+			p.awaitUnhealthy(c.moved + ".* put it back, or put a backup in the place of the database, end all other programs")
+			p.want(503, "POST", "/v1/pets")
+			p.want(200, "GET", "/v1/pets")
+			if c.undo != "" {
+				shell(c.undo)
+				eventually(t, "the program is healthy", func() bool { return p.send("GET", "/healthz") == 200 })
+			} else {
+				if status, log := p.stop(syscall.SIGTERM); status != 1 || strings.Count(log, "\nanimalstore: ") != 1 || strings.Contains(log, "msg=stopped") {
+					t.Errorf("the stop ended with %d, log %s", status, log)
+				}
+				if c.mend != "" {
+					s.wantRun(1, c.start)
+					shell(c.mend)
+				}
+				p = startProcess(t, command(t, execSelf, "-db", s.db))
+				if log := p.lines.String(); c.mend == "" && !strings.Contains(log, c.start) {
+					t.Errorf("the next start says %s, want %s", log, c.start)
+				}
+			}
+			p.want(201, "POST", "/v1/pets")
+			if status, log := p.stop(syscall.SIGTERM); status != 0 {
+				t.Errorf("the last stop ended with %d, log %s", status, log)
+			}
 			s.wantSQL("PRAGMA integrity_check", "ok")
-			s.wantSQL("SELECT count(*) FROM pets", strconv.Itoa(m.added))
-			if strings.Contains(c.steps, "begin; commit; kill") {
-				s.wantSQL("SELECT count(*) FROM edit", "0")
-			}
+			s.wantSQL("SELECT group_concat(id ORDER BY id) FROM pets", c.animals)
 		})
 	}
 }
 
-// movedFiles is a running program whose database files the steps of TestMovedFiles move.
-type movedFiles struct {
-	*service        // without a server
-	program, second *process
-	other           *sql.DB // a connection of another program
-	posted          sync.WaitGroup
-	added           int    // animals that the program has acknowledged
-	log             string // what the first stop must log
+// TestLogThatCannotBeEmptied deletes the write-ahead log while another program reads the database. Only when that has ended, the
+// program can save what the log holds.
+func TestLogThatCannotBeEmptied(t *testing.T) {
+	t.Parallel()
+	s := &service{t: t, db: filepath.Join(t.TempDir(), "animals.db")}
+	p := startProcess(t, command(t, execSelf, "-db", s.db))
+	p.want(201, "POST", "/v1/pets")
+	reader := connect(t, s.db)
+	try(reader.Exec("BEGIN; SELECT * FROM pets"))(t)
+	p.want(201, "POST", "/v1/pets")
+	must(t, os.Remove(s.db+"-wal"))
+	p.awaitUnhealthy("do not restart the service yet, because .*animals.db-wal.* could not be saved in the database: another program")
+	must(t, reader.Close())
+	p.awaitUnhealthy("put it back, or")
+	p.stop(syscall.SIGKILL)
+	s.wantSQL("SELECT count(*) FROM pets", "2")
 }
 
-func (m *movedFiles) start(shell string) {
-	m.program = startProcess(m.t, command(m.t, shell, "-db", m.db))
-}
-
-func (m *movedFiles) send(method, target string) int {
-	status, _, err := fetch(http.DefaultClient, method, m.program.url+target, rex)
-	must(m.t, err)
-	return status
-}
-
-func (m *movedFiles) add() {
-	if m.send("POST", "/v1/pets") == 201 {
-		m.added++
+// TestRollingRestart puts a copy in the place of the database of two services, and restarts them one after the other.
+func TestRollingRestart(t *testing.T) {
+	t.Parallel()
+	s := &service{t: t, db: filepath.Join(t.TempDir(), "animals.db")}
+	start := func() *process { return startProcess(t, command(t, execSelf, "-db", s.db)) }
+	one, other := start(), start()
+	one.want(201, "POST", "/v1/pets")
+	must(t, backup(t.Context(), s.db, s.db+".copy"))
+	for range 9 {
+		other.want(201, "POST", "/v1/pets")
 	}
-}
-
-// run runs the program for a command, and checks its exit status and its output.
-func (m *movedFiles) run(status int, words string, args ...string) {
-	m.t.Helper()
-	cmd := command(m.t, execSelf, append([]string{"-db", m.db}, args...)...)
-	out, _ := cmd.CombinedOutput()
-	if got := cmd.ProcessState.ExitCode(); got != status || !strings.Contains(string(out), words) {
-		m.t.Errorf("%q: exit status %d, output %s; want %d, %s", args, got, out, status, words)
+	must(t, os.Rename(s.db, s.db+".old"))
+	must(t, os.Rename(s.db+".copy", s.db))
+	for _, p := range []*process{one, other} {
+		p.awaitUnhealthy("put it back, or")
 	}
-}
-
-// otherRuns runs statements on a connection of another program, which stays open.
-func (m *movedFiles) otherRuns(statements string) {
-	if m.other == nil {
-		m.other = connect(m.t, m.db)
+	one.stop(syscall.SIGTERM)
+	one = start()
+	for range 30 {
+		one.want(201, "POST", "/v1/pets")
 	}
-	try(m.other.Exec(statements))(m.t)
-}
-
-func (m *movedFiles) do(step string) {
-	m.t.Helper()
-	switch step {
-	case "add":
-		m.add()
-	case "post": // until the other program commits
-		m.posted.Go(func() { m.send("POST", "/v1/pets") })
-	case "healthy", "unhealthy":
-		eventually(m.t, "the program is "+step, func() bool { return (m.send("GET", "/healthz") == 200) == (step == "healthy") })
-	case "noticed": // that another program has begun a new log
-		eventually(m.t, "the program notices", func() bool {
-			m.send("GET", "/healthz")
-			return strings.Contains(m.program.read("path=/healthz.*")[0], "was replaced")
-		})
-	case "adds": // until the program has looked at the log
-		for start := time.Now(); time.Since(start) < 2*watchInterval; {
-			m.add()
-		}
-	case "saved":
-		start := time.Now()
-		eventually(m.t, "all frames of the log are in the database", func() bool {
-			// See sqlite.org/walformat.html. To read this file here would drop the locks of this process.
-			index := try(exec.Command("cat", m.db+"-shm").Output())(m.t)
-			mxFrame, nBackfill := index[16:20], index[96:100]
-			return bytes.Equal(mxFrame, nBackfill)
-		})
-		if took := time.Since(start); took > busyTimeout/2 {
-			m.t.Errorf("the animals were saved after %v; this must not wait for a lock", took)
-		}
-	case "begin":
-		m.otherRuns("BEGIN IMMEDIATE; CREATE TABLE edit (x)")
-	case "commit":
-		m.otherRuns("COMMIT")
-		must(m.t, m.other.Close())
-	case "end":
-		must(m.t, m.other.Close())
-	case "read":
-		m.otherRuns("BEGIN; SELECT * FROM pets")
-	case "idle":
-		m.otherRuns("SELECT * FROM pets")
-	case "edit":
-		m.otherRuns("INSERT INTO pets (name, category_id) VALUES ('into the moved file', 1)")
-	case "copy":
-		m.sqlite3("VACUUM INTO ?", filepath.Join(filepath.Dir(m.db), "other"))
-	case "start":
-		m.start(execSelf)
-	case "limit": // the size of files, to less than that of the copy
-		m.addMany(99, strings.Repeat("x", 255))
-		m.added += 99
-		m.program.stop(syscall.SIGTERM)
-		m.start(`trap "" XFSZ; ulimit -f 80; ` + execSelf)
-	case "second":
-		m.second = startProcess(m.t, command(m.t, execSelf, "-db", m.db))
-	case "refused":
-		m.run(1, `animals.db.saved" was saved by a stop`)
-	case "too early": // because another program uses the log that was deleted
-		m.run(1, "end all programs that use the database")
-		m.run(1, "end all programs that use the database", "-restore", m.db)
-	case "no database":
-		m.run(1, "is the write-ahead log of one")
-	case "emptied":
-		eventually(m.t, "the log is emptied", func() bool { return try(os.Stat(m.db+"-wal"))(m.t).Size() == 0 })
-	case "look":
-		db := connect(m.t, m.db)
-		db.Exec("SELECT count(*) FROM pets")
-		must(m.t, db.Close())
-	case "break":
-		m.sqlite3("PRAGMA ignore_check_constraints = ON; INSERT INTO pets (name, category_id, status) VALUES ('x', 1, 'lost')")
-	case "mend":
-		m.sqlite3("DELETE FROM pets WHERE status = 'lost'")
-	case "waiting": // a start, for the lock of another program
-		m.second = startUntilOpen(m.t, m.db+"-wal", 1, "-db", m.db)
-	case "ended":
-		if status, output := m.second.stop(); status != 1 || !strings.Contains(output, "during the start") {
-			m.t.Errorf("the start ended with %d, %s", status, output)
-		}
-	case "restore":
-		m.run(0, "", "-restore", m.db+".saved")
-	case "kill second":
-		m.second.stop(syscall.SIGKILL)
-	case "stop second":
-		m.second.stop(syscall.SIGTERM)
-	case "kill":
-		m.program.stop(syscall.SIGKILL)
-	case "stop":
-		m.posted.Wait()
-		status, log := m.program.stop(syscall.SIGTERM)
-		if (status == 0) != (m.log == "msg=stopped") || !regexp.MustCompile(m.log).MatchString(log) {
-			m.t.Errorf("exit status %d, log %s; want %s", status, log, m.log)
-		}
-	default:
-		cmd := exec.Command("sh", "-c", step)
-		cmd.Dir = filepath.Dir(m.db)
-		if out, err := cmd.CombinedOutput(); err != nil {
-			m.t.Fatalf("%s: %v %s", step, err, out)
-		}
+	time.Sleep(2 * watchInterval) // until the other has looked again; it must not touch the log, which now is of the new database
+	other.stop(syscall.SIGTERM)
+	other = start()
+	other.want(201, "POST", "/v1/pets")
+	one.stop(syscall.SIGTERM)
+	other.stop(syscall.SIGTERM)
+	for file, count := range map[string]string{s.db: "32", s.db + ".old": "10"} {
+		s.db = file
+		s.wantSQL("PRAGMA integrity_check", "ok")
+		s.wantSQL("SELECT count(*) FROM pets", count)
 	}
 }
 
@@ -1639,70 +1544,6 @@ func TestPanicInTheStore(t *testing.T) {
 		}
 		if status, log := p.stop(); status != 2 || !strings.Contains(log, "panic: ") || !strings.Contains(log, "(*store)") {
 			t.Errorf("after %s: exit status %d, log %s", request, status, log)
-		}
-	}
-}
-
-// TestRestartUnderLoadRefusesNothing restarts the program on a socket that the test passes to it, as systemd would.
-func TestRestartUnderLoadRefusesNothing(t *testing.T) {
-	t.Parallel()
-	ln := try(net.Listen("tcp", "127.0.0.1:0"))(t)
-	defer ln.Close()
-	socket := try(ln.(*net.TCPListener).File())(t)
-	defer socket.Close()
-	db := filepath.Join(t.TempDir(), "animals.db")
-	start := func() *process {
-		cmd := command(t, `LISTEN_FDS=1 LISTEN_PID=$$ `+execSelf, "-addr", "192.0.2.1:1", "-db", db)
-		cmd.ExtraFiles = []*os.File{socket}
-		return startProcess(t, cmd)
-	}
-	p, url := start(), "http://"+ln.Addr().String()
-	var answered atomic.Int64
-	clients := []*http.Client{{Transport: &http.Transport{DisableKeepAlives: true}}, {Transport: &http.Transport{}}}
-	stop := repeat(8, func(i int) {
-		key := "Idempotency-Key: " + rand.Text() // with it, http.Client repeats a request whose idle connection was just closed
-		status, body, err := fetch(clients[i%2], "POST", url+"/v1/pets", rex, key)
-		if err != nil || status != 201 {
-			t.Errorf("%d %s %v", status, body, err)
-		}
-		answered.Add(1)
-	})
-	for range 3 {
-		before := answered.Load()
-		eventually(t, "clients add 100 animals", func() bool { return answered.Load() > before+100 })
-		if status, log := p.stop(syscall.SIGTERM); status != 0 {
-			t.Errorf("exit status %d, log %s", status, log)
-		}
-		p = start()
-	}
-	stop()
-	status, body, err := fetch(clients[0], "GET", fmt.Sprintf("%s/v1/pets?after=%d", url, answered.Load()-1), "")
-	if err != nil || status != 200 || strings.Count(body, `"id"`) != 1 {
-		t.Errorf("%d creates were acknowledged, and the last animal is %s (%v)", answered.Load(), body, err)
-	}
-}
-
-// TestUnusableSockets passes sockets to the program that it cannot serve.
-func TestUnusableSockets(t *testing.T) {
-	t.Parallel()
-	ln := try(net.Listen("tcp", "127.0.0.1:0"))(t)
-	defer ln.Close()
-	connected := try(net.Dial("tcp", ln.Addr().String()))(t)
-	defer connected.Close()
-	unix := try(net.Listen("unix", filepath.Join(t.TempDir(), "socket")))(t)
-	defer unix.Close()
-	for pattern, socket := range map[string]interface{ File() (*os.File, error) }{
-		"msg=started .* animalstore: accept tcp": connected.(*net.TCPConn),
-		"^animalstore: set API_KEYS or -keys":    unix.(*net.UnixListener),
-	} {
-		file := try(socket.File())(t)
-		defer file.Close()
-		cmd := command(t, "unset API_KEYS; LISTEN_FDS=1 LISTEN_PID=$$ "+execSelf)
-		cmd.ExtraFiles = []*os.File{file}
-		out, _ := cmd.CombinedOutput()
-		log := strings.ReplaceAll(string(out), "\n", " ")
-		if status := cmd.ProcessState.ExitCode(); status != 1 || !regexp.MustCompile(pattern).MatchString(log) || strings.Contains(log, "msg=stop") {
-			t.Errorf("exit status %d, want 1; log %s, want %s", status, log, pattern)
 		}
 	}
 }
@@ -1847,7 +1688,7 @@ func TestLogWriter(t *testing.T) {
 			n, _ := strconv.Atoi(report[1])
 			dropped += n
 		}
-		if written < 1000 || dropped == 0 || written+dropped != 5000 || !strings.HasSuffix(text.String(), "\nthe end\n") {
+		if written < 1024 || dropped == 0 || written+dropped != 5000 || !strings.HasSuffix(text.String(), "\nthe end\n") {
 			t.Errorf("%d lines were written and %d reported as dropped, want 5000 in all, in\n%s", written, dropped, text.String())
 		}
 		pr, pw = io.Pipe()
@@ -1862,6 +1703,16 @@ func TestLogWriter(t *testing.T) {
 		if took := time.Since(start); took != time.Second {
 			t.Errorf("close took %v, want 1s", took)
 		}
+		rest := make(chan string)
+		go func() {
+			text, _ := io.ReadAll(pr)
+			rest <- string(text)
+		}()
+		time.Sleep(time.Second)
+		pw.Close()
+		if text := <-rest; !strings.HasSuffix(text, fmt.Sprintf(" lines=%d\n", 5001-strings.Count(text, "line\n"))) {
+			t.Errorf("the number of lines that were dropped is not at the end of the log: %.500s", text)
+		}
 		pr.Close()
 		var lines []string
 		log = newLogWriter(writerFunc(func(line []byte) (int, error) {
@@ -1869,6 +1720,7 @@ func TestLogWriter(t *testing.T) {
 			return 0, io.ErrShortWrite
 		}))
 		fmt.Fprint(log, "one")
+		log.Write(nil)
 		time.Sleep(time.Second)
 		fmt.Fprint(log, "two")
 		log.close()
@@ -1912,10 +1764,10 @@ func TestStalledLogStopsNothing(t *testing.T) {
 	}
 }
 
-// TestWithoutAKey starts the program without a key, and with the environment variables of a socket for another process.
+// TestWithoutAKey starts the program without a key.
 func TestWithoutAKey(t *testing.T) {
 	t.Parallel()
-	cmd := command(t, "unset API_KEYS; LISTEN_PID=1 LISTEN_FDS=1 "+execSelf, "-db", ":memory:")
+	cmd := command(t, "unset API_KEYS; "+execSelf, "-db", ":memory:")
 	cmd.Dir = t.TempDir()
 	p := startProcess(t, cmd)
 	key := regexp.MustCompile(`api_key=([A-Z2-7]{26})\n`).FindStringSubmatch(p.lines.String())
@@ -1959,22 +1811,11 @@ func TestTLS(t *testing.T) {
 		t.Error("TLS 1.1 is accepted")
 	}
 	p.read("TLS handshake error.*unsupported versions")
-	// The log must not repeat a handshake that offers more than any real client does.
-	long := strings.Repeat("p", 250)
-	config := &tls.Config{InsecureSkipVerify: true, NextProtos: slices.Repeat([]string{long}, 51)}
-	hello := "\x16\x03\x01\x04\x15\x01\x00\x04\x11\x03\x03" + long[:32] + "\x00\x03\xea" + strings.Repeat("\x0b\xad", 501) + "\x01\x00"
-	for _, greet := range []func(net.Conn){
-		func(conn net.Conn) { tls.Client(conn, config).Handshake() }, func(conn net.Conn) { io.WriteString(conn, hello) },
-	} {
-		greet(try(net.Dial("tcp", r.Host))(t))
-		if line := p.read("TLS handshake error.*")[0]; !strings.HasSuffix(line, "the client offers too many cipher suites or protocols\"") {
-			t.Errorf("the log has %.2000s", line)
-		}
-	}
-	config.NextProtos = config.NextProtos[:50]
-	tls.Client(try(net.Dial("tcp", r.Host))(t), config).Handshake()
-	if line := p.read("TLS handshake error.*unsupported application protocols.*")[0]; len(line) > 1500 {
-		t.Errorf("the log has a line of %d bytes", len(line))
+	// The log must not repeat all that a client offers: here a hundred versions of TLS.
+	io.WriteString(try(net.Dial("tcp", r.Host))(t), "\x16\x03\x01\x00\xfc\x01\x00\x00\xf8\x03\x03"+strings.Repeat("r", 32)+
+		"\x00\x00\x02\x13\x01\x01\x00\x00\xcd\x00\x2b\x00\xc9\xc8"+strings.Repeat("\x7a\x7a", 100))
+	if line := p.read("TLS handshake error.*unsupported versions.*7a7a")[0]; len(line) > 300 {
+		t.Errorf("the log has a line of %d bytes: %s", len(line), line)
 	}
 	if status, log := p.stop(syscall.SIGTERM); status != 0 || !strings.Contains(log, `level=WARN msg="http: TLS handshake error`) {
 		t.Errorf("status %d, log %s", status, log)
@@ -1997,20 +1838,15 @@ func TestSettings(t *testing.T) {
 	}
 	taken := try(net.Listen("tcp", "127.0.0.1:0"))(t)
 	defer taken.Close()
-	none, dangling := filepath.Join(dir, "none"), filepath.Join(dir, "dangling")
-	must(t, os.Symlink(none, dangling))
-	loop, linked := filepath.Join(dir, "loop"), filepath.Join(t.TempDir(), "linked")
-	must(t, os.Symlink(loop, loop))
+	none, link := filepath.Join(dir, "none"), filepath.Join(dir, "link")
+	must(t, os.Symlink("fine", link))
 	moved, emptied := strings.TrimSuffix(file("moved-wal", "some log"), "-wal"), file("emptied", "\n")
 	file("emptied-wal", "some log")
-	must(t, os.Symlink(emptied, linked))
 	newer, fine, readOnly := ours("newer", "PRAGMA user_version = 2"), ours("fine", ""), ours("read-only", "")
 	damaged := ours("damaged", "INSERT INTO pets (name, category_id) VALUES ('x', 1)")
 	must(t, exec.Command("sh", "-c", `printf y | dd of="$0" bs=1 seek=16383 conv=notrunc`, damaged).Run()) // in the index
 	cut := ours("cut", "")
 	must(t, os.Truncate(cut, 8192))
-	stopped := ours("stopped", "")
-	file("stopped.saved", "")
 	must(t, exec.Command("sh", "-c", `printf '\3' | dd of="$0" bs=1 seek=18 conv=notrunc`, readOnly).Run()) // to a format that SQLite only reads
 	type args []string
 	for _, c := range []struct {
@@ -2019,7 +1855,7 @@ func TestSettings(t *testing.T) {
 		status int
 		words  string
 	}{
-		{args{"-h"}, "", 0, "listen on HOST:PORT, unless systemd passes a socket (default \"127.0.0.1:8080\")"},
+		{args{"-h"}, "", 0, "listen on HOST:PORT (default \"127.0.0.1:8080\")"},
 		{args{"-h"}, "", 0, "created on first use (default \"animalstore.db\")"},
 		{args{"-version"}, "", 0, "animalstore " + buildVersion() + "\n"},
 		{args{"-colour"}, "", 2, "not defined: -colour"},
@@ -2029,24 +1865,21 @@ func TestSettings(t *testing.T) {
 		{args{"-tls-cert", "x"}, "", 2, "give both or neither"},
 		{args{"-tls-key", "x"}, "", 2, "give both or neither"},
 		{args{"-tls-cert", none, "-tls-key", none}, "API_KEYS=k", 1, "no such file"},
-		{args{"-addr", taken.Addr().String()}, "LISTEN_FDS=0", 1, taken.Addr().String() + `": listen tcp `},
+		{args{"-addr", taken.Addr().String()}, "", 1, taken.Addr().String() + `": listen tcp `},
 		{args{"-addr", "localhost"}, "", 1, `-addr "localhost": listen tcp: address localhost: missing port`},
 		{args{"-addr", ":0"}, "", 1, "set API_KEYS or -keys"},
 		{args{}, "API_KEYS=", 1, "contain no API key"},
 		{args{}, "API_KEYS=one, my secret", 1, "API_KEYS, item 2: an API key must consist of visible ASCII"},
 		{args{"-keys", file("spaced", "# none\r\none\r\nmy secret\r\n")}, "API_KEYS=k", 1, `spaced", line 3: an API key must`},
-		{args{}, "LISTEN_FDS=2", 1, "one socket"},
 		{args{"-keys", file("comments", "# none\n\n  \r\n")}, "", 1, "contain no API key"},
 		{args{"-keys", file("listed", "one,secret")}, "API_KEYS=k", 1, `listed", line 1: an API key must`},
-		{args{"-addr", ":0", "-db", dir}, "API_KEYS=k", 1, `-db "` + dir + `": unable to open database file`},
-		{args{"-db", dangling}, "API_KEYS=k", 1, `dangling: no such file`},
-		{args{"-db", loop}, "API_KEYS=k", 1, `loop: too many levels of symbolic links`},
+		{args{"-addr", ":0", "-db", dir}, "API_KEYS=k", 1, `-db "` + dir + `": it is not a regular file`},
+		{args{"-db", link}, "API_KEYS=k", 1, "name the file that it leads to"},
 		{args{"-db", cut}, "API_KEYS=k", 1, "malformed (11): it is damaged: put a backup in with -restore"},
-		{args{"-db", stopped}, "API_KEYS=k", 1, `stopped.saved" was saved by a stop`},
 		{args{"-db", none + "/animals.db"}, "API_KEYS=k", 1, "in an existing folder"},
 		{args{"-keys", none + "/a\nb"}, "", 1, `none/a\nb": open ` + none + "/a b: no such"},
 		{args{"-db", moved}, "API_KEYS=k", 1, `moved-wal" is the write-ahead log of one`},
-		{args{"-db", linked}, "API_KEYS=k", 1, `emptied-wal" is the write-ahead log of one`},
+		{args{"-db", emptied}, "API_KEYS=k", 1, `emptied-wal" is the write-ahead log of one`},
 		{args{"-db", ours("dump", "PRAGMA application_id = 0")}, "API_KEYS=k", 1, "its application_id is not 1348826227"},
 		{args{"-db", file("text", "some text")}, "API_KEYS=k", 1, "file is not a database (26): it is damaged"},
 		{args{"-db", file("short-text", "ab")}, "API_KEYS=k", 1, "file is not a database"},
@@ -2057,7 +1890,6 @@ func TestSettings(t *testing.T) {
 		{args{"-db", newer, "-backup", none}, "", 1, "a newer version"},
 		{args{"-backup", none}, "", 1, "no such file"},
 		{args{"-db", emptied, "-backup", none}, "", 1, "not a database of this service, but empty"},
-		{args{"-db", fine, "-backup", fine + ".saved"}, "", 1, "choose another one"},
 		{args{"-db", fine, "-backup", strings.TrimSuffix(file("stale-wal", ""), "-wal")}, "", 1, `stale-wal" exists already`},
 		{args{"-backup", fine, "-restore", fine}, "", 2, "exclude each other"},
 		{args{"-restore", ""}, "", 2, "-restore must not be empty"},
@@ -2074,16 +1906,14 @@ func TestSettings(t *testing.T) {
 		{args{"-db", fine, "-restore", ours("no-pets", "DROP TABLE pets")}, "", 1, "no such table: pets"},
 		{args{"-db", fine, "-restore", ours("column", "ALTER TABLE idempotency_keys RENAME COLUMN key TO k")}, "", 1, "no such column: key"},
 		{args{"-db", fine, "-restore", ours("view", "ALTER TABLE pets RENAME TO p; CREATE VIEW pets AS SELECT * FROM p")}, "", 1, "it is a view"},
-		{args{"-db", fine, "-restore", ours("rule", "DROP TABLE pets; CREATE TABLE pets (id INTEGER PRIMARY KEY, name, category_id, status); INSERT INTO pets VALUES (1, NULL, 1, 'sold')")}, "", 1, "breaks a rule"},
-		{args{"-db", fine, "-restore", ours("pages", "PRAGMA journal_mode = DELETE; PRAGMA page_size = 8192; VACUUM")}, "", 1, "pages of 8192 bytes, and the database of 4096"},
-		{args{"-db", fine, "-restore", foreign("encoding", "PRAGMA encoding = 'UTF-16le'; "+schema)}, "", 1, "its text encoding is UTF-16le"},
+		{args{"-db", fine, "-restore", foreign("without tables", "PRAGMA application_id = 1348826227")}, "", 1, "the backup cannot be used: it is empty"},
 		{args{"-db", readOnly}, "API_KEYS=k", 1, "attempt to write a readonly database"},
-		{args{"-db", fine, "-backup", dangling}, "", 1, "exists already"},
+		{args{"-db", fine, "-backup", link}, "", 1, "exists already"},
 		{args{"-db", fine, "-backup", none + "/copy"}, "", 1, `none/copy.`},
 	} {
 		args := append(args{"-addr", "localhost:0", "-db", filepath.Join(dir, "new.db")}, c.args...)
 		name, value, _ := strings.Cut(c.env, "=")
-		env := map[string]string{"LISTEN_PID": strconv.Itoa(os.Getpid()), name: value}
+		env := map[string]string{name: value}
 		before := snapshot(t, dir)
 		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second) // in case the service starts
 		var stdout, stderr strings.Builder
@@ -2174,13 +2004,12 @@ func TestRestoreUnderLoad(t *testing.T) {
 	for range 3 {
 		s.sqlite3("UPDATE pets SET name = 'edited' WHERE id <= 300")
 		eventually(t, "the edit shows", func() bool { return strings.Contains(s.do("GET", "/v1/pets", "").body, "edited") })
-		m := &movedFiles{service: s}
-		m.run(0, "", "-restore", s.db+".copy")
+		s.wantRun(0, "", "-restore", filepath.Base(s.db)+".copy")
 		eventually(t, "the backup shows", func() bool { return strings.Contains(s.do("GET", "/v1/pets", "").body, "backup") })
 	}
 	stop()
 	eventually(t, "a restore empties the write-ahead log", func() bool { // unless the service was reading
-		(&movedFiles{service: s}).run(0, "", "-restore", s.db+".copy")
+		s.wantRun(0, "", "-restore", s.db+".copy")
 		return try(os.Stat(s.db+"-wal"))(t).Size() == 0
 	})
 	s.wantSQL("SELECT count(*) FROM pets", "300")
@@ -2190,7 +2019,7 @@ func TestRestoreUnderLoad(t *testing.T) {
 // TestRestoreThatIsEnded interrupts a restore that waits for a lock, and kills others that have begun to write.
 func TestRestoreThatIsEnded(t *testing.T) {
 	s := parallelService(t)
-	s.addMany(20000, strings.Repeat("x", 255))
+	s.addMany(8000, strings.Repeat("x", 255))
 	must(t, backup(t.Context(), s.db, s.db+".copy"))
 	s.sqlite3("DELETE FROM pets WHERE id > 7")
 	args := []string{"-db", s.db, "-restore", s.db + ".copy"}
@@ -2204,7 +2033,7 @@ func TestRestoreThatIsEnded(t *testing.T) {
 	if status, output := p.stop(); status != 0 {
 		t.Errorf("after the lock was released: exit status %d, %s", status, output)
 	}
-	s.wantSQL("SELECT count(*) FROM pets", "20000")
+	s.wantSQL("SELECT count(*) FROM pets", "8000")
 	for range 5 {
 		s.sqlite3("DELETE FROM pets WHERE id > 7; PRAGMA wal_checkpoint(TRUNCATE)")
 		p := spawn(t, command(t, execSelf, args...))
@@ -2213,8 +2042,8 @@ func TestRestoreThatIsEnded(t *testing.T) {
 			return try(os.Stat(s.db+"-wal"))(t).Size() > 0 || strings.Contains(string(state), ") Z ")
 		})
 		p.stop(syscall.SIGKILL)
-		if n := s.query("SELECT count(*) FROM pets"); n != "7" && n != "20000" {
-			t.Errorf("%s animals are left, want 7 or 20000", n)
+		if n := s.query("SELECT count(*) FROM pets"); n != "7" && n != "8000" {
+			t.Errorf("%s animals are left, want 7 or 8000", n)
 		}
 		s.wantSQL("PRAGMA integrity_check", "ok")
 		s.add("Rex", 7, "sold")
