@@ -15,9 +15,9 @@ type caller [sha256.Size]byte
 // keys holds the callers whose API keys are valid. Lookup times do not help an attacker, who cannot choose the sums.
 type keys map[caller]bool
 
-// loadKeys returns the API keys in the environment variable API_KEYS (comma-separated) and in the file (one per line;
-// lines that begin with # are comments), unless its name is empty. If either is given, there must be at least one key.
-// Errors name the place of a key that is not valid, but never quote it.
+// loadKeys returns the API keys in the environment variable API_KEYS and in the file, unless its name is empty. If
+// either is given, there must be at least one key. Errors name the place of a key that is not valid, but never quote
+// it.
 func loadKeys(lookupEnv func(string) (string, bool), file string) (keys, error) {
 	k := keys{}
 	list, given := lookupEnv("API_KEYS")
@@ -63,8 +63,7 @@ func isVisibleASCII(s string) bool {
 	return !strings.ContainsFunc(s, func(r rune) bool { return r < '!' || r > '~' })
 }
 
-// authenticate returns the caller whose key the only Authorization header carries (RFC 6750 section 2.1), or else the
-// challenge to answer with (section 3).
+// authenticate returns the caller whose key the only Authorization header carries, or else the challenge (RFC 6750).
 func (k keys) authenticate(header http.Header) (c caller, challenge string) {
 	const missing, invalid = `Bearer realm="animalstore"`, `Bearer realm="animalstore", error="invalid_token"`
 	values := header["Authorization"]

@@ -141,8 +141,7 @@ func notFound(x *exchange, r *http.Request) error {
 	return newError(http.StatusNotFound, "there is nothing at this path")
 }
 
-// parseFilter parses the query of a list, and returns its parameters and the animals that they select. It refuses what
-// it does not know, so that a typo cannot silently list other animals.
+// parseFilter parses the query of a list. It refuses what it does not know, so that a typo cannot list other animals.
 func parseFilter(rawQuery string) (url.Values, filter, error) {
 	fl := filter{limit: defaultLimit}
 	var f faults
@@ -222,9 +221,8 @@ func parseNewPet(body []byte) (newPet, error) {
 		return p, newError(http.StatusBadRequest, "the body must be UTF-8")
 	}
 	if !json.Valid(body) { // a Decoder would stop after one value
-		syntax, _ := errors.AsType[*json.SyntaxError](json.Unmarshal(body, new(any)))
-		return p, newError(http.StatusBadRequest,
-			"the body must be one JSON object: %v, at byte %d", syntax, syntax.Offset)
+		e, _ := errors.AsType[*json.SyntaxError](json.Unmarshal(body, new(any)))
+		return p, newError(http.StatusBadRequest, "the body must be one JSON object: %v, at byte %d", e, e.Offset)
 	}
 	var value json.RawMessage
 	members := json.NewDecoder(bytes.NewReader(body)) // its errors can be ignored: the JSON is valid

@@ -258,8 +258,7 @@ func copyPages(ctx context.Context, driverConn any, target string) error {
 	return cmp.Or(err, finished)
 }
 
-// verifyBackup returns an error unless db is a whole database of this service. If db were read-only, SQLite would not
-// check the CHECK constraints.
+// verifyBackup returns an error unless db is a whole database of this service. (Read-only, it would skip the CHECKs.)
 func verifyBackup(ctx context.Context, db *sql.DB) error {
 	version, err := readSchemaVersion(db)
 	if err != nil {

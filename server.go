@@ -210,27 +210,24 @@ func (x *exchange) finish(r *http.Request) {
 	if p := recover(); p != nil {
 		x.err = fmt.Errorf("panic: %v\n%s", p, debug.Stack())
 	}
-	if x.err == nil {
-		x.logRequest(r)
-		return
+	if x.err != nil {
+		e, ok := errors.AsType[*apiError](x.err)
+		if !ok {
+			e = newError(http.StatusInternalServerError, "internal error")
+		}
+		if e.Status == http.StatusServiceUnavailable {
+			x.Header().Set("Retry-After", "1") // seconds
+		}
+		x.send(e.Status, encode(e))
 	}
-	e, ok := errors.AsType[*apiError](x.err)
-	if !ok {
-		e = newError(http.StatusInternalServerError, "internal error")
-	}
-	if e.Status == http.StatusServiceUnavailable {
-		x.Header().Set("Retry-After", "1") // seconds
-	}
-	x.send(e.Status, encode(e))
 	x.logRequest(r)
-	if e.Status == http.StatusRequestTimeout {
-		return // the rest of the body was awaited long enough
+	// Many clients read an error only after they have sent the body, and lose it if the connection is closed before.
+	if x.err != nil && x.status != http.StatusRequestTimeout {
+		connection := http.NewResponseController(x.ResponseWriter)
+		connection.SetReadDeadline(time.Now().Add(2 * time.Second))
+		connection.Flush()
+		io.CopyN(io.Discard, r.Body, maxDiscard)
 	}
-	// Many clients read the response only after they have sent the body, and lose it if the connection is closed.
-	connection := http.NewResponseController(x.ResponseWriter)
-	connection.SetReadDeadline(time.Now().Add(2 * time.Second))
-	connection.Flush()
-	io.CopyN(io.Discard, r.Body, maxDiscard)
 }
 
 // logRequest logs an answered request. (A method of slog.Logger would also look up the line of the source, slowly.)
