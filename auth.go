@@ -16,8 +16,7 @@ type caller [sha256.Size]byte
 type keys map[caller]bool
 
 // loadKeys returns the API keys in the environment variable API_KEYS and in the file, unless its name is empty. If
-// either is given, there must be at least one key. Errors name the place of a key that is not valid, but never quote
-// it.
+// either is given, there must be at least one key. Errors name the place of an invalid key, but never quote it.
 func loadKeys(lookupEnv func(string) (string, bool), file string) (keys, error) {
 	k := keys{}
 	list, given := lookupEnv("API_KEYS")
