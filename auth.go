@@ -12,7 +12,7 @@ import (
 // caller identifies a client by the SHA-256 sum of its API key. The key itself is not kept. The zero caller is nobody.
 type caller [sha256.Size]byte
 
-// keys holds the callers whose API keys are valid. Lookup times do not help an attacker, who cannot choose the sums.
+// keys holds the callers whose API keys are valid. To time lookups reveals nothing: an attacker cannot choose the sums.
 type keys map[caller]bool
 
 // loadKeys returns the API keys in the environment variable API_KEYS and in the file, unless its name is empty. If
@@ -62,7 +62,7 @@ func isVisibleASCII(s string) bool {
 	return !strings.ContainsFunc(s, func(r rune) bool { return r < '!' || r > '~' })
 }
 
-// authenticate returns the caller whose key the only Authorization header carries, or else the challenge (RFC 6750).
+// authenticate returns the caller whose key is in the one Authorization header, and "", or a challenge (RFC 6750).
 func (k keys) authenticate(header http.Header) (c caller, challenge string) {
 	const missing, invalid = `Bearer realm="animalstore"`, `Bearer realm="animalstore", error="invalid_token"`
 	values := header["Authorization"]

@@ -33,9 +33,9 @@ func newError(status int, format string, args ...any) *apiError {
 	return &apiError{Code: errorCodes[status], Message: fmt.Sprintf(format, args...), Status: status}
 }
 
-// Errors that the store and the handlers return, and that are shown to the client.
+// Errors of the store and the handlers that clients see, perhaps wrapped. errUnavailable means that nothing was stored.
 var (
 	errNotFound    = newError(http.StatusNotFound, "there is no animal with this id")
 	errKeyReused   = newError(http.StatusUnprocessableEntity, "this Idempotency-Key was used for another animal")
-	errUnavailable = newError(http.StatusServiceUnavailable, "the database is unavailable; try again") // stored nothing
+	errUnavailable = newError(http.StatusServiceUnavailable, "the database is unavailable; try again")
 )

@@ -91,7 +91,7 @@ func (s *server) createPet(x *exchange, r *http.Request) error {
 	return nil
 }
 
-// getPet reads the animal for GET /v1/pets/{petId}.
+// getPet reads the animal for GET /v1/pets/{petId}, as the first of the page that begins with its id.
 func (s *server) getPet(r *http.Request) (response, error) {
 	id, ok := parseInt(r.PathValue("petId"))
 	if !ok || id < 1 {
@@ -199,7 +199,7 @@ func idempotencyKey(values []string) (string, error) {
 
 // readBody returns the body of the request, or an apiError: 413, 408 or 400.
 func readBody(x *exchange, r *http.Request) ([]byte, error) {
-	// Not x: only the ResponseWriter of net/http lets MaxBytesReader close the connection afterwards.
+	// MaxBytesReader must get the ResponseWriter of net/http, not x, to close the connection after too large a body.
 	body, err := io.ReadAll(http.MaxBytesReader(x.ResponseWriter, r.Body, maxBody))
 	_, tooLarge := errors.AsType[*http.MaxBytesError](err)
 	switch {
@@ -221,7 +221,7 @@ func parseNewPet(body []byte) (newPet, error) {
 		return p, newError(http.StatusBadRequest, "the body must be UTF-8")
 	}
 	if !json.Valid(body) { // a Decoder would stop after one value
-		e, _ := errors.AsType[*json.SyntaxError](json.Unmarshal(body, new(any)))
+		e, _ := errors.AsType[*json.SyntaxError](json.Unmarshal(body, new(any))) // always a SyntaxError
 		return p, newError(http.StatusBadRequest, "the body must be one JSON object: %v, at byte %d", e, e.Offset)
 	}
 	var value json.RawMessage

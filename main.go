@@ -199,7 +199,7 @@ func backup(ctx context.Context, path, target string) error {
 }
 
 // restore replaces the content of the database at path, which may be in use, with that of the backup in the file
-// source, in one transaction. After an error nothing is changed. The database may be damaged, but not in its header.
+// source, in one transaction. After an error nothing is changed. The database may be damaged if its header is good.
 func restore(ctx context.Context, path, source string) error {
 	if err := cmp.Or(requireDatabaseFile(path), requireDatabaseFile(source)); err != nil {
 		return err
@@ -216,7 +216,7 @@ func restore(ctx context.Context, path, source string) error {
 	if id != applicationID {
 		return errForeign
 	}
-	_, err := from.ExecContext(ctx, "BEGIN") // so that what is verified is what is copied
+	_, err := from.ExecContext(ctx, "BEGIN") // on the only connection: what is verified is what is copied
 	if err == nil {
 		err = verifyBackup(ctx, from)
 	}
@@ -228,7 +228,7 @@ func restore(ctx context.Context, path, source string) error {
 		return err
 	}
 	defer conn.Close()
-	// It waits only 100 ms for a lock, and then tries again, so that an interrupt ends the wait.
+	// SQLite waits only 100 ms for a lock, and copyPages tries again, so that an interrupt ends the wait.
 	target := location(path, "rw", damagedToo, "fullfsync(ON)", "busy_timeout(100)")
 	if err := conn.Raw(func(driverConn any) error { return copyPages(ctx, driverConn, target) }); err != nil {
 		return explain(err)
@@ -250,7 +250,7 @@ func copyPages(ctx context.Context, driverConn any, target string) error {
 	deadline := time.Now().Add(time.Minute)
 	for more := true; more && err == nil; { // the last step commits
 		more, err = pages.Step(1000)
-		if more || sqliteCode(err) == sqlite3.SQLITE_BUSY && time.Now().Before(deadline) {
+		if more || (sqliteCode(err) == sqlite3.SQLITE_BUSY && time.Now().Before(deadline)) {
 			more, err = true, ctx.Err()
 		}
 	}
@@ -258,7 +258,7 @@ func copyPages(ctx context.Context, driverConn any, target string) error {
 	return cmp.Or(err, finished)
 }
 
-// verifyBackup returns an error unless db is a whole database of this service. (Read-only, it would skip the CHECKs.)
+// verifyBackup returns an error unless db, opened "rw" (SQLite skips CHECKs with "ro"), is whole and of this service.
 func verifyBackup(ctx context.Context, db *sql.DB) error {
 	version, err := readSchemaVersion(db)
 	if err != nil {
@@ -282,7 +282,7 @@ func verifyBackup(ctx context.Context, db *sql.DB) error {
 func requireDatabaseFile(path string) error {
 	info, err := os.Stat(path)
 	if err == nil && (!info.Mode().IsRegular() || info.Size() <= 1) { // SQLite takes a file of one byte for empty
-		err = fmt.Errorf("%q is not a database of this service, but empty or not a regular file", path)
+		err = fmt.Errorf("%q is empty or not a regular file, so it is not a database of this service", path)
 	}
 	return err
 }

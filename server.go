@@ -144,7 +144,8 @@ type cache struct {
 	responses map[string]func() (response, error) // by URL; the first call reads the response, and others wait for it
 }
 
-// cached answers with what read returns. Requests for a URL share one read until a change, an error or a full cache.
+// cached answers with what read returns, which must depend on the URL alone: all requests for it share one read, with
+// the first of them, until a change, an error or a full cache.
 func (s *server) cached(read func(r *http.Request) (response, error)) handler {
 	return func(x *exchange, r *http.Request) error {
 		url, c := r.URL.RequestURI(), &s.cache
@@ -205,7 +206,7 @@ func encode(v any) []byte {
 	return b.Bytes()
 }
 
-// finish answers with the error of the handler, or with a 500 if it panicked, and logs the request. See crash, too.
+// finish answers with the error of the handler, or a 500 if it panicked, and logs the request. (See crash, too.)
 func (x *exchange) finish(r *http.Request) {
 	if p := recover(); p != nil {
 		x.err = fmt.Errorf("panic: %v\n%s", p, debug.Stack())
@@ -222,9 +223,9 @@ func (x *exchange) finish(r *http.Request) {
 	}
 	x.logRequest(r)
 	// Many clients read an error only after they have sent the body, and lose it if the connection is closed before.
-	if x.err != nil && x.status != http.StatusRequestTimeout {
+	if x.err != nil && x.status != http.StatusRequestTimeout { // after which no more can be read
 		connection := http.NewResponseController(x.ResponseWriter)
-		connection.SetReadDeadline(time.Now().Add(2 * time.Second))
+		connection.SetReadDeadline(time.Now().Add(2 * time.Second)) // before Flush, which reads up to 256 KiB
 		connection.Flush()
 		io.CopyN(io.Discard, r.Body, maxDiscard)
 	}
@@ -253,7 +254,7 @@ func (x *exchange) logRequest(r *http.Request) {
 	x.server.logger.Handler().Handle(context.Background(), line)
 }
 
-// serve answers requests from ln until 250 ms after ctx is cancelled, and then gives those in progress 5 s.
+// serve answers requests from ln until 250 ms after ctx is cancelled, gives those in progress 5 s, and returns nil.
 func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	var silent sync.Map // the connections that have not sent the header of a request yet
 	srv := &http.Server{
@@ -286,7 +287,7 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	time.Sleep(250 * time.Millisecond)
 	ln.Close()
 	<-served // no connection is new from here on
-	// Shutdown would wait 5 s for silent connections. Close could hit a request that has just been read.
+	// Shutdown would wait 5 s for silent connections. To close them instead could cut off a request just read.
 	for c := range silent.Range {
 		c.(net.Conn).SetReadDeadline(time.Now())
 	}

@@ -978,7 +978,7 @@ func TestConnections(t *testing.T) {
 	withFakeClock(t, func(t *testing.T, s *service) {
 		synctest.Wait() // until all connections are idle
 		for pragma, want := range map[string]string{"synchronous": "2", "fullfsync": "1", "journal_mode": "wal",
-			"journal_size_limit": "67108864", "application_id": "1348826227", "user_version": "1"} {
+			"journal_size_limit": "64000000", "application_id": "1348826227", "user_version": "1"} {
 			if got := s.pragma(0, pragma); got != want {
 				t.Errorf("%s is %s, want %s", pragma, got, want)
 			}
@@ -1379,7 +1379,7 @@ func TestMovedFiles(t *testing.T) {
 			p.want(201, "POST", "/v1/pets")
 			shell(c.slip)
 			if c.reads {
-				p.awaitUnhealthy("do not restart the service yet, because .*animals.db-wal.* could not be saved in the database: another program")
+				p.awaitUnhealthy("do not restart the service yet, because .*animals.db-wal.* could not be saved in the database: it is in use")
 				must(t, reader.Close())
 			}
 			p.awaitUnhealthy(c.moved + ".* put it back, or put a backup in the place of the database, end all other programs")
@@ -1507,6 +1507,7 @@ func TestLog(t *testing.T) {
 			{"GET", "/v1/pets/x%0Ay", "Authorization: Bearer guess", 401, `path="/v1/pets/x\ny" status=401| error="a valid API key is required`, "guess|key="},
 			{long + "x", "/" + long, "", 404, " method=" + long + " path=/" + long[1:] + " status=404 ", ""},
 			{"GET", "/v1/pets", "", 500, `level=ERROR|no such animal`, ""},
+			{"GET", "/v1/pets/1", "", 500, `level=ERROR|no such animal`, ""},
 			{"GET", "/healthz", "", 503, `level=ERROR|no such animal`, ""},
 			{"GET", "/v1/pets", "", 500, "", ""}, // more failing reads than there are connections
 			{"GET", "/v1/pets", "", 500, "", ""},
@@ -1715,13 +1716,13 @@ func TestSettings(t *testing.T) {
 		{args{"-db", newer}, "API_KEYS=k", 1, "a newer version"},
 		{args{"-db", newer, "-backup", none}, "", 1, "a newer version"},
 		{args{"-backup", none}, "", 1, "no such file"},
-		{args{"-db", emptied, "-backup", none}, "", 1, "not a database of this service, but empty"},
+		{args{"-db", emptied, "-backup", none}, "", 1, "emptied\" is empty or not"},
 		{args{"-db", fine, "-backup", strings.TrimSuffix(file("stale-wal", ""), "-wal")}, "", 1, `stale-wal" exists already`},
 		{args{"-backup", fine, "-restore", fine}, "", 2, "exclude each other"},
 		{args{"-restore", ""}, "", 2, "-restore must not be empty"},
 		{args{"-restore", fine}, "", 1, `new.db: no such file`},
 		{args{"-db", fine, "-restore", none}, "", 1, `none: no such file`},
-		{args{"-db", emptied, "-restore", fine}, "", 1, "not a database of this service, but empty"},
+		{args{"-db", emptied, "-restore", fine}, "", 1, "emptied\" is empty or not"},
 		{args{"-db", foreign("theirs", "CREATE TABLE t (x)"), "-restore", fine}, "", 1, ": not a database of this service"},
 		{args{"-db", filepath.Join(dir, "text"), "-restore", fine}, "", 1, "move its files elsewhere and copy a backup into their place"},
 		{args{"-db", fine, "-restore", filepath.Join(dir, "theirs")}, "", 1, "the backup cannot be used: not a database of this service"},

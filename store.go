@@ -27,7 +27,7 @@ const (
 	applicationID          = 0x50657473             // PRAGMA application_id of this service's databases: "Pets"
 
 	// schemaVersion is the PRAGMA user_version of the schema below; a new database has 0. Raise it with every change,
-	// and migrate older tables in the transaction that sets it, if they are still older when it begins.
+	// and migrate older tables in the transaction that sets it. Read it again there: another process may have done so.
 	schemaVersion = 1
 )
 
@@ -73,7 +73,7 @@ type creation struct {
 	idempotencyKey string // "" for none
 	stored         pet
 	replayed       bool  // stored is from the first response to idempotencyKey
-	err            error // of this creation alone
+	err            error // of this creation alone: nil or errKeyReused
 }
 
 // batch is a set of creations that share one transaction.
@@ -83,8 +83,8 @@ type batch struct {
 	err       error         // of the whole batch
 }
 
-// store keeps the animals in an SQLite database in WAL mode. Its methods may be called concurrently. Reads run on a
-// pool of read-only connections. Writes use group commit: creations that wait at the same time share one transaction,
+// store keeps the animals in an SQLite database in WAL mode. Handlers may call its methods concurrently. Reads run on
+// a pool of read-only connections. Writes use group commit: creations that wait at the same time share one transaction,
 // and so one wait for the disk; the goroutine of the first of them writes them all.
 type store struct {
 	path    string       // absolute
@@ -97,14 +97,14 @@ type store struct {
 	begin, commit, insertPet, selectIdempotencyKey, insertIdempotencyKey, deleteStaleIdempotencyKeys *sql.Stmt
 
 	readSlots chan struct{} // a semaphore: holds a value for each of the readers in use
-	writing   sync.Mutex    // held during a transaction
-	joining   sync.Mutex    // guards gathering
-	gathering *batch        // the batch that a creation can join, or nil
+	writeMu   sync.Mutex    // held during a transaction, or to prevent one
+	nextMu    sync.Mutex    // guards next
+	next      *batch        // the batch that a creation can join, or nil
 	closing   chan struct{} // ends watch
 
 	changes atomic.Int64          // grows after every commit: of this process at once, of others within watchInterval
-	moved   atomic.Pointer[error] // what findMovedFile has last returned, or nil
-	emptied bool                  // the log was emptied since a file was moved; used by findMovedFile
+	moved   atomic.Pointer[error] // why nothing may be created, or nil; set by checkFiles
+	emptied bool                  // emptyWAL has succeeded since a file was moved; used by checkFiles
 }
 
 // openStore opens the database at path, which is absolute. If there is none, or an empty file, it creates one (isNew).
@@ -118,8 +118,8 @@ func openStore(path string) (s *store, isNew bool, err error) {
 	if walInfo != nil {
 		// SQLite would take a file of one byte for a new database, and delete the log.
 		if err != nil || info.Size() <= 1 {
-			return nil, false, fmt.Errorf("there is no database, but %q is the write-ahead log of one and may hold "+
-				"animals; put that database back, or delete the log to start with an empty one", wal)
+			return nil, false, fmt.Errorf("there is no database, but %q is the write-ahead log of one; "+
+				"put that database back, or delete the log to start with an empty one", wal)
 		}
 		// A process that was killed may have left commits that are not on disk yet. SQLite recovers them without a
 		// sync, and a response to a repeated request must not acknowledge them before.
@@ -132,7 +132,7 @@ func openStore(path string) (s *store, isNew bool, err error) {
 		path:      path,
 		readers:   newPool(path, "ro", readers),
 		readSlots: make(chan struct{}, readers),
-		writer:    newPool(path, "rwc", 1, "synchronous(FULL)", "fullfsync(ON)", "journal_size_limit(67108864)"),
+		writer:    newPool(path, "rwc", 1, "synchronous(FULL)", "fullfsync(ON)", "journal_size_limit(64000000)"),
 		watcher:   newPool(path, "rw", 1, "busy_timeout(0)", "fullfsync(ON)"),
 		closing:   make(chan struct{}),
 	}
@@ -147,7 +147,7 @@ func openStore(path string) (s *store, isNew bool, err error) {
 	return s, isNew, nil
 }
 
-// setUp creates the tables of a new database (isNew), prepares the statements and opens all connections.
+// setUp creates the tables of a new database (isNew), prepares the statements, opens all connections and sets s.files.
 func (s *store) setUp() (isNew bool, err error) {
 	version, err := readSchemaVersion(s.writer)
 	if err != nil {
@@ -196,12 +196,12 @@ func (s *store) prepare() (err error) {
 	return err
 }
 
-// close waits for a transaction in progress and closes the database, for good. If a file is not in its place, close
-// returns an error and leaves all files as they are: SQLite would use, and delete, whatever log is at the path.
+// close waits for a transaction in progress and closes the store. Call it once. If a file is not in its place, close
+// returns an error and closes no connection: SQLite would use, and delete, whatever log is at the path.
 func (s *store) close() error {
 	s.closing <- struct{}{} // waits for watch
-	err := s.findMovedFile()
-	s.writing.Lock() // for good: nothing may be written any more
+	err := s.checkFiles()
+	s.writeMu.Lock() // for good: nothing may be written any more
 	if err != nil {
 		return err
 	}
@@ -237,19 +237,19 @@ func (s *store) list(f filter) (pets []pet, more bool, err error) {
 	return pets[:min(len(pets), f.limit)], more, dbError(rows.Err())
 }
 
-// create stores p and returns it, with its id, once it is on disk. If the caller has used idempotencyKey (unless it is
-// "") within its lifetime, create returns the first result with replayed true, or errKeyReused if p differs. After an
-// error other than that and errUnavailable, p may be stored. It takes no context: a disconnect must not break a commit.
+// create stores p and returns it, with its id, once it is on disk. If who has used idempotencyKey ("" for none) within
+// idempotencyKeyLifetime, it returns the first result and replayed, or errKeyReused if p differs. After errKeyReused or
+// errUnavailable p is not stored; after another error it may be. No context: a disconnect must not break a commit.
 func (s *store) create(who caller, idempotencyKey string, p newPet) (_ pet, replayed bool, err error) {
 	c := &creation{newPet: p, caller: who, idempotencyKey: idempotencyKey}
-	s.joining.Lock()
-	first := s.gathering == nil
+	s.nextMu.Lock()
+	first := s.next == nil
 	if first {
-		s.gathering = &batch{done: make(chan struct{})}
+		s.next = &batch{done: make(chan struct{})}
 	}
-	b := s.gathering
+	b := s.next
 	b.creations = append(b.creations, c)
-	s.joining.Unlock()
+	s.nextMu.Unlock()
 	if first {
 		s.write(b)
 	}
@@ -259,13 +259,13 @@ func (s *store) create(who caller, idempotencyKey string, p newPet) (_ pet, repl
 
 // write stores the batch b, sets its results and closes b.done.
 func (s *store) write(b *batch) {
-	s.writing.Lock()
-	defer s.writing.Unlock()
+	s.writeMu.Lock()
+	defer s.writeMu.Unlock()
 	defer crash()
 	_, err := s.begin.Exec() // while this waits for the lock of another program, creations join b
-	s.joining.Lock()
-	s.gathering = nil // the next creation begins a new batch
-	s.joining.Unlock()
+	s.nextMu.Lock()
+	s.next = nil // the next creation begins a new batch
+	s.nextMu.Unlock()
 	if err != nil { // whatever it is, nothing is stored
 		b.err = fmt.Errorf("%w: %w", errUnavailable, err)
 	} else {
@@ -305,14 +305,14 @@ func (s *store) transact(b *batch) (err error) {
 // It returns an error that concerns the whole batch; one that concerns c alone is left in c.err.
 func (s *store) insert(c *creation, now int64) error {
 	if c.idempotencyKey != "" {
-		first := s.selectIdempotencyKey.QueryRow(c.caller[:], c.idempotencyKey, now-idempotencyKeyLifetime)
-		err := first.Scan(&c.stored.ID, &c.stored.Name, &c.stored.CategoryID, &c.stored.Status)
+		row := s.selectIdempotencyKey.QueryRow(c.caller[:], c.idempotencyKey, now-idempotencyKeyLifetime)
+		err := row.Scan(&c.stored.ID, &c.stored.Name, &c.stored.CategoryID, &c.stored.Status)
 		c.replayed = err == nil
 		if c.replayed && c.stored.newPet != c.newPet {
 			c.err = errKeyReused
 		}
-		if !errors.Is(err, sql.ErrNoRows) {
-			return err // nil if there was a first response
+		if c.replayed || !errors.Is(err, sql.ErrNoRows) {
+			return err
 		}
 	}
 	result, err := s.insertPet.Exec(c.Name, c.CategoryID, c.Status)
@@ -331,8 +331,8 @@ func (s *store) insert(c *creation, now int64) error {
 	return err
 }
 
-// crash, deferred, ends the program after a panic in the store. If the panic reached exchange.finish, as that of a
-// handler does, the program would go on without a connection to the database, or with an open transaction.
+// crash, deferred, ends the program after a panic in the store. If exchange.finish recovered it, as it does those of
+// handlers, the program would go on without a connection to the database, or with an open transaction.
 func crash() {
 	if p := recover(); p != nil {
 		time.AfterFunc(time.Second, func() { os.Exit(2) }) // in case nobody reads standard error
@@ -351,7 +351,7 @@ func (s *store) watch() {
 			s.changes.Add(1)
 		}
 		last = seen
-		s.findMovedFile()
+		s.checkFiles()
 		select {
 		case <-ticks:
 		case <-s.closing:
@@ -360,8 +360,8 @@ func (s *store) watch() {
 	}
 }
 
-// requireInPlace returns an error that wraps errUnavailable if findMovedFile has found a file, or if the database is
-// not in its place. (To look at the log, too, would slow commits: the kernel then updates its time at each write.)
+// requireInPlace returns an error that wraps errUnavailable if checkFiles last failed, or if the database itself is not
+// in its place now. (A look at the log, too, would slow commits: the kernel would then update its time at each write.)
 func (s *store) requireInPlace() error {
 	if err := s.moved.Load(); err != nil {
 		return fmt.Errorf("%w: %w", errUnavailable, *err)
@@ -372,10 +372,10 @@ func (s *store) requireInPlace() error {
 	return nil
 }
 
-// findMovedFile returns an error as long as a file of the database is not in its place. SQLite would go on writing to
+// checkFiles returns an error as long as a file of the database is not in its place. SQLite would go on writing to
 // that file wherever it is, so nothing is created meanwhile. What the write-ahead log holds is moved to the database,
 // once: the next process would miss the log, or apply it to another database at the path. Calls must not overlap.
-func (s *store) findMovedFile() error {
+func (s *store) checkFiles() error {
 	i := slices.IndexFunc(s.files, func(f openedFile) bool { return !f.inPlace() })
 	if i < 0 {
 		s.moved.Store(nil)
@@ -386,9 +386,9 @@ func (s *store) findMovedFile() error {
 		return *s.moved.Load()
 	}
 	moved := fmt.Errorf("%q was moved, deleted or replaced while the service ran", s.files[i].path)
-	s.moved.Store(&moved) // first: a create that holds writing may be waiting for another program
-	s.writing.Lock()      // so that no create fills the log again
-	defer s.writing.Unlock()
+	s.moved.Store(&moved) // first: a create that holds writeMu may be waiting for another program
+	s.writeMu.Lock()      // so that no create fills the log again
+	defer s.writeMu.Unlock()
 	err := s.emptyWAL()
 	s.emptied = err == nil
 	if err != nil {
@@ -402,8 +402,8 @@ func (s *store) findMovedFile() error {
 	return err
 }
 
-// emptyWAL moves what the write-ahead log holds to the database, unless another program has begun a new log: the
-// index, which all programs share, then describes the new one. It waits for no lock.
+// emptyWAL moves what the write-ahead log holds to the database. It does nothing, and returns nil, if another program
+// has begun a new log: the index, which all programs share, then describes that one. It waits for no lock.
 func (s *store) emptyWAL() error {
 	wal := s.files[1]
 	if info, err := os.Lstat(wal.path); err == nil && info.Size() > 0 && !os.SameFile(info, wal.info) {
@@ -412,7 +412,7 @@ func (s *store) emptyWAL() error {
 	var busy, frames, copied int
 	err := s.watcher.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
 	if busy > 0 {
-		err = errors.New("another program is using it")
+		err = errors.New("it is in use")
 	}
 	return err
 }
@@ -450,7 +450,7 @@ func newPool(file, mode string, size int, pragmas ...string) *sql.DB {
 	return db
 }
 
-// location returns the URI of the database in file, with SQLite's mode ro, rw or rwc, the busy timeout and the pragmas.
+// location returns the URI of the database in file, with SQLite's mode ro, rw or rwc. The pragmas override busyTimeout.
 func location(file, mode string, pragmas ...string) string {
 	query := url.Values{"mode": {mode}, "_busy_timeout": {fmt.Sprint(busyTimeout.Milliseconds())}, "_pragma": pragmas}
 	query.Set("_error_rc", "1")                                  // or an error could quote the message of another one
