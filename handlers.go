@@ -261,9 +261,6 @@ func parseNewPet(body []byte) (newPet, error) {
 
 // unquote returns the string that a valid JSON value stands for, or "" if it is not a string.
 func unquote(value []byte) (s string) {
-	if value[0] == '"' && !bytes.Contains(value, []byte(`\`)) {
-		return string(value[1 : len(value)-1])
-	}
 	json.Unmarshal(value, &s) // an error leaves s empty
 	return s
 }
