@@ -31,19 +31,6 @@ const (
 // petStatuses are the values of PetStatus.
 var petStatuses = []string{"available", "pending", "sold"}
 
-// newPet is the API's NewPet, with its status filled in.
-type newPet struct {
-	Name       string `json:"name"`
-	CategoryID int64  `json:"categoryId"`
-	Status     string `json:"status"`
-}
-
-// pet is the API's Pet: an animal in the database.
-type pet struct {
-	ID int64 `json:"id"`
-	newPet
-}
-
 // listPets reads a page of animals for GET /v1/pets, with a Link to the next page if there is one (RFC 8288).
 func (s *server) listPets(r *http.Request) (response, error) {
 	query, fl, err := parseFilter(r.URL.RawQuery)

@@ -59,6 +59,19 @@ PRAGMA application_id = %d;
 PRAGMA user_version = %d;
 COMMIT;`, applicationID, schemaVersion)
 
+// newPet is the API's NewPet, with its status filled in.
+type newPet struct {
+	Name       string `json:"name"`
+	CategoryID int64  `json:"categoryId"`
+	Status     string `json:"status"`
+}
+
+// pet is the API's Pet: an animal in the database.
+type pet struct {
+	ID int64 `json:"id"`
+	newPet
+}
+
 // filter selects the animals to list.
 type filter struct {
 	limit  int
