@@ -173,11 +173,8 @@ func checkContentType(values []string) error {
 
 // idempotencyKey returns the value of the Idempotency-Key header, or "" if there is none.
 func idempotencyKey(values []string) (string, error) {
-	if values == nil {
-		return "", nil
-	}
-	key := values[0]
-	if len(values) > 1 || key == "" || len(key) > maxIdempotencyKey || !isVisibleASCII(key) {
+	key := strings.Join(values, ", ")
+	if values != nil && (len(values) > 1 || key == "" || len(key) > maxIdempotencyKey || !isVisibleASCII(key)) {
 		return "", newError(http.StatusBadRequest,
 			"Idempotency-Key must be one value of 1 to %d visible ASCII characters", maxIdempotencyKey)
 	}

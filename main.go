@@ -152,8 +152,7 @@ func runService(ctx context.Context, c config, lookupEnv func(string) (string, b
 	}
 	url := scheme + ln.Addr().String()
 	logger.Info("started", "url", url, "database", c.db, "keys", len(k), "version", buildVersion())
-	err = newServer(st, k, logger).serve(ctx, ln)
-	err = errors.Join(err, st.close())
+	err = errors.Join(newServer(st, k, logger).serve(ctx, ln), st.close())
 	if err == nil {
 		logger.Info("stopped")
 	}

@@ -25,7 +25,6 @@ import (
 
 const (
 	maxLogged  = 1 << 10 // bytes of a path or a method in the log
-	maxWarning = 256     // bytes of a warning of net/http in the log
 	maxCache   = 8 << 20 // bytes of cached responses; a full cache is emptied
 	maxDiscard = 1 << 20 // bytes of a request body that are read after an error response
 )
@@ -300,11 +299,11 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	return nil
 }
 
-// warnings is an io.Writer that logs what net/http reports, cut short, because clients can choose most of it.
+// warnings is an io.Writer that logs what net/http reports, cut to 256 bytes, because clients can choose most of it.
 type warnings struct{ logger *slog.Logger }
 
 func (w warnings) Write(line []byte) (int, error) {
-	w.logger.Warn(string(bytes.TrimSpace(line[:min(len(line), maxWarning)])))
+	w.logger.Warn(string(bytes.TrimSpace(line[:min(len(line), 256)])))
 	return len(line), nil
 }
 

@@ -311,7 +311,6 @@ func TestListPets(t *testing.T) {
 		{"?limit=1", "</v1/pets?after=1&limit=1>", all[:1]},
 		{"?limit=1", "</v1/pets?after=1&limit=1>", all[:1]}, // from the cache
 		{"?limit=45", "", all},
-		{"?limit=44", "</v1/pets?after=44&limit=44>", all[:44]},
 		{"?after=44", "", all[44:]},
 		{"?after=0&limit=1", "</v1/pets?after=1&limit=1>", all[:1]},
 		{"?after=9223372036854775807", "", []pet{}},
@@ -440,7 +439,6 @@ func TestRequests(t *testing.T) {
 		{"GET /v1/pets" + parameters[:1+10*len("&p00=1")], "", "", 400, `\"p09\"","status"`},
 		{"GET /v1/pets?" + strings.Repeat("x", 5000), "", "", 400, `unknown parameter \"` + large[:64] + `\"`},
 		{"GET /", "", "", 404, "nothing at this path"},
-		{"GET http://x", "", "", 404, "nothing at this path"},
 		{"GET /v1/pets/", "", "", 404, "nothing at this path"},
 		{"GET //v1/pets", "", "", 404, "nothing at this path"},
 		{"GET /v1%2Fpets", "", "", 404, "nothing at this path"},
@@ -1321,25 +1319,26 @@ func TestMovedFiles(t *testing.T) {
 	t.Parallel()
 	const database, wal, index, started = "animals.db", "animals.db-wal", "animals.db-shm", "msg=started"
 	for what, c := range map[string]struct {
-		reads   bool   // whether another program reads at first, so that the log cannot be emptied
+		before  string // SQL that another program runs before the slip
 		slip    string // shell commands in the folder of the files
+		after   string // SQL that another program runs after the slip, before the program notices
 		moved   string // the file that the log names
 		undo    string // shell commands that put the files back; if empty, the program is stopped
 		start   string // what the next start says
 		mend    string // shell commands, after a start that is refused
 		animals string // the ids in the end, after one more animal was added
 	}{
-		"the database, put back":      {false, "mv animals.db away", database, "mv away animals.db", started, "", "1,2,3,4,5,6"},
-		"the database, restarted":     {false, "mv animals.db away", database, "", "there is no database, but", "mv away animals.db", "1,2,3,4,5,6"},
-		"the log, put back":           {false, "mv animals.db-wal away", wal, "mv away animals.db-wal", started, "", "1,2,3,4,5,6"},
-		"the log, deleted":            {false, "rm animals.db-wal", wal, "", started, "", "1,2,3,4,5,6"},
-		"the log, beside a reader":    {true, "rm animals.db-wal", wal, "", started, "", "1,2,3,4,5,6"},
-		"the index, deleted":          {false, "rm animals.db-shm", index, "", started, "", "1,2,3,4,5,6"},
-		"all files, deleted":          {false, "rm animals.db*", database, "", "the database is new and empty", "", "1"},
-		"all files, and their folder": {false, `mv "$PWD" "$PWD.away"; mkdir "$PWD"`, database, "", "the database is new and empty", "", "1"},
-		"a backup in the place":       {false, "mv copy animals.db", database, "", started, "", "1,2,3,4"},
-		"a backup beside":             {false, "mv animals.db away; cp copy animals.db", database, "mv away animals.db", started, "", "1,2,3,4,5,6"},
-		"a link in the place":         {false, "mv animals.db away; ln -s away animals.db", database, "", "name the file that it leads to", "mv away animals.db", "1,2,3,4,5,6"},
+		"the database, put back":   {"", "mv animals.db away", "", database, "mv away animals.db", started, "", "1,2,3,4,5,6"},
+		"the database, restarted":  {"", "mv animals.db away", "", database, "", "there is no database, but", "mv away animals.db", "1,2,3,4,5,6"},
+		"the log, put back":        {"", "mv animals.db-wal away", "", wal, "mv away animals.db-wal", started, "", "1,2,3,4,5,6"},
+		"the log, deleted":         {"", "rm animals.db-wal", "", wal, "", started, "", "1,2,3,4,5,6"},
+		"the log, beside a reader": {"BEGIN; SELECT * FROM pets", "rm animals.db-wal", "", wal, "", started, "", "1,2,3,4,5,6"},
+		"the index, deleted":       {"", "rm animals.db-shm", "", index, "", started, "", "1,2,3,4,5,6"},
+		"the index, with an edit":  {"", "rm animals.db-shm", "INSERT INTO pets (name, category_id) VALUES ('Tom', 8)", index, "", started, "", "1,2,3,4,5,6,7"},
+		"all files, deleted":       {"", "rm animals.db*", "", database, "", "the database is new and empty", "", "1"},
+		"a backup in the place":    {"", "mv copy animals.db", "", database, "", started, "", "1,2,3,4"},
+		"a backup beside":          {"", "mv animals.db away; cp copy animals.db", "", database, "mv away animals.db", started, "", "1,2,3,4,5,6"},
+		"a link in the place":      {"", "mv animals.db away; ln -s away animals.db", "", database, "", "name the file that it leads to", "mv away animals.db", "1,2,3,4,5,6"},
 	} {
 		t.Run(what, func(t *testing.T) {
 			t.Parallel()
@@ -1358,17 +1357,22 @@ func TestMovedFiles(t *testing.T) {
 			}
 			must(t, backup(t.Context(), s.db, filepath.Join(filepath.Dir(s.db), "copy")))
 			p.want(201, "POST", "/v1/pets")
-			reader := connect(t, s.db)
-			if c.reads {
-				try(reader.Exec("BEGIN; SELECT * FROM pets"))(t)
-			}
+			other := connect(t, s.db)
+			try(other.Exec(c.before))(t)
 			p.want(201, "POST", "/v1/pets")
+			shell(fmt.Sprint("kill -STOP ", p.cmd.Process.Pid))
 			shell(c.slip)
-			if c.reads {
-				p.awaitUnhealthy("do not restart the service yet, because .*animals.db-wal.* could not be saved in the database: it is in use")
-				must(t, reader.Close())
+			try(other.Exec(c.after))(t)
+			shell(fmt.Sprint("kill -CONT ", p.cmd.Process.Pid))
+			said := "/" + c.moved + `\\" was moved, deleted or replaced while the service ran; `
+			if c.before != "" {
+				p.awaitUnhealthy(said + "do not restart the service yet: .*animals.db-wal.* could not be saved in the database: it is in use")
+				must(t, other.Close())
 			}
-			p.awaitUnhealthy("/" + c.moved + `\\" was moved, deleted or replaced while the service ran; put it back, or put a backup in the place of the database, end all other programs`)
+			if c.after != "" {
+				said += "another program has begun a new log, and what the old one held is not in the database; "
+			}
+			p.awaitUnhealthy(said + "put it back, or replace the database with a backup, end all other programs that use it, and restart")
 			p.want(503, "POST", "/v1/pets")
 			p.want(200, "GET", "/v1/pets")
 			if c.undo != "" {
@@ -1378,6 +1382,7 @@ func TestMovedFiles(t *testing.T) {
 				if status, log := p.stop(syscall.SIGTERM); status != 1 || strings.Count(log, "\nanimalstore: ") != 1 || strings.Contains(log, "msg=stopped") {
 					t.Errorf("the stop ended with %d, log %s", status, log)
 				}
+				must(t, other.Close())
 				if c.mend != "" {
 					s.wantRun(1, c.start)
 					shell(c.mend)
@@ -1747,12 +1752,7 @@ func TestBackup(t *testing.T) {
 		t.Errorf("the files were\n%s and are\n%s", before, after)
 	}
 	restored := openService(t, filepath.Join(dir, "copy.db"))
-	restored.wantSQL("PRAGMA journal_mode", "wal")
-	copied := restored.query("SELECT max(id) FROM pets")
 	restored.want(restored.do("GET", "/v1/pets?after=99&limit=1", ""), 200, `"id":100,"name":"before"`)
-	if p := restored.add("after", 1, "sold"); fmt.Sprint(p.ID-1) != copied {
-		t.Errorf("the last id in the backup is %s, and the next is %d", copied, p.ID)
-	}
 }
 
 // TestRestoreUnderLoad replaces 300 animals while clients add others and list all. No page may have a mixture.

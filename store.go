@@ -25,7 +25,6 @@ const (
 	watchInterval          = 250 * time.Millisecond // between looks at the database; edits must show within 1 s
 	idempotencyKeyLifetime = 24 * 60 * 60           // seconds for which an Idempotency-Key is remembered
 	applicationID          = 0x50657473             // PRAGMA application_id of this service's databases: "Pets"
-
 	// schemaVersion is the PRAGMA user_version of the schema below; a new database has 0. Raise it with every change,
 	// and migrate older tables in the transaction that sets it. Read it again there: another process may have done so.
 	schemaVersion = 1
@@ -280,7 +279,7 @@ func (s *store) write(b *batch) {
 	s.next = nil // the next creation begins a new batch
 	s.nextMu.Unlock()
 	if err != nil { // whatever it is, nothing is stored
-		b.err = fmt.Errorf("%w: %w", errUnavailable, err)
+		b.err = cmp.Or(s.requireInPlace(), fmt.Errorf("%w: %w", errUnavailable, err))
 	} else {
 		b.err = s.transact(b)
 	}
@@ -380,14 +379,14 @@ func (s *store) requireInPlace() error {
 		return fmt.Errorf("%w: %w", errUnavailable, *err)
 	}
 	if !s.files[0].inPlace() {
-		return fmt.Errorf("%w: %q was moved, deleted or replaced", errUnavailable, s.path)
+		return fmt.Errorf("%w: %w", errUnavailable, s.files[0].movedError("do not restart the service yet"))
 	}
 	return nil
 }
 
-// checkFiles returns an error as long as a file of the database is not in its place. SQLite would go on writing to
-// that file wherever it is, so nothing is created meanwhile. What the write-ahead log holds is moved to the database,
-// once: the next process would miss the log, or apply it to another database at the path. Calls must not overlap.
+// checkFiles returns an error as long as a file of the database is not in its place. SQLite would go on writing to that
+// file wherever it is, so nothing is created meanwhile. What the write-ahead log holds is moved to the database, once:
+// the next process would miss the log, or apply it to another database at the path. Calls must not overlap.
 func (s *store) checkFiles() error {
 	i := slices.IndexFunc(s.files, func(f openedFile) bool { return !f.inPlace() })
 	if i < 0 {
@@ -398,36 +397,40 @@ func (s *store) checkFiles() error {
 	if s.emptied {
 		return *s.moved.Load()
 	}
-	moved := fmt.Errorf("%q was moved, deleted or replaced while the service ran", s.files[i].path)
-	s.moved.Store(&moved) // first: a create that holds writeMu may be waiting for another program
-	s.writeMu.Lock()      // so that no create fills the log again
+	pending := s.files[i].movedError("do not restart the service yet")
+	s.moved.Store(&pending) // first: a create that holds writeMu may be waiting for another program
+	s.writeMu.Lock()        // so that no create fills the log again
 	defer s.writeMu.Unlock()
-	err := s.emptyWAL()
+	advice := "put it back, or replace the database with a backup, end all other programs that use it, and restart"
+	inUse, err := s.emptyWAL()
+	if inUse {
+		advice = "another program has begun a new log, and what the old one held is not in the database; " + advice
+	}
 	s.emptied = err == nil
 	if err != nil {
-		err = fmt.Errorf("%w; do not restart the service yet, because %q could not be saved in the database: %w",
-			moved, s.path+"-wal", err)
+		err = fmt.Errorf("%w: %q could not be saved in the database: %w", pending, s.path+"-wal", err)
 	} else {
-		err = fmt.Errorf("%w; put it back, or put a backup in the place of the database, end all other programs "+
-			"that use it, and restart the service", moved)
+		err = s.files[i].movedError(advice)
 	}
 	s.moved.Store(&err)
 	return err
 }
 
-// emptyWAL moves what the write-ahead log holds to the database. It does nothing, and returns nil, if another program
-// has begun a new log: the index, which all programs share, then describes that one. It waits for no lock.
-func (s *store) emptyWAL() error {
-	wal := s.files[1]
-	if info, err := os.Lstat(wal.path); err == nil && info.Size() > 0 && !os.SameFile(info, wal.info) {
-		return nil
+// emptyWAL moves what the write-ahead log holds to the database, unless another program has begun a new log or a new
+// index of it (inUse): what this process knows of the log would then damage the database. It waits for no lock.
+func (s *store) emptyWAL() (inUse bool, err error) {
+	for _, f := range s.files[1:] {
+		now, err := os.Lstat(f.path)
+		if err == nil && now.Mode().IsRegular() && now.Size() > 0 && !os.SameFile(now, f.info) {
+			return true, nil
+		}
 	}
 	var busy, frames, copied int
-	err := s.watcher.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
+	err = s.watcher.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
 	if busy > 0 {
 		err = errors.New("it is in use")
 	}
-	return err
+	return false, err
 }
 
 // openedFile is a file that was opened at path.
@@ -440,6 +443,11 @@ type openedFile struct {
 func (f openedFile) inPlace() bool {
 	now, err := os.Lstat(f.path)
 	return err == nil && os.SameFile(f.info, now)
+}
+
+// movedError returns an error that says that the file is not at its path, and what to do.
+func (f openedFile) movedError(advice string) error {
+	return fmt.Errorf("%q was moved, deleted or replaced while the service ran; %s", f.path, advice)
 }
 
 // syncPath makes the file at path durable, or the names in the folder at path.
