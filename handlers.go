@@ -74,8 +74,7 @@ func (s *server) createPet(x *exchange, r *http.Request) error {
 	if replayed {
 		x.Header().Set("Idempotency-Replayed", "true")
 	}
-	x.send(http.StatusCreated, encode(created))
-	return nil
+	return x.send(http.StatusCreated, encode(created))
 }
 
 // getPet reads the animal for GET /v1/pets/{petId}, as the first of the page that begins with its id.
@@ -102,8 +101,7 @@ func (s *server) healthz(x *exchange, r *http.Request) error {
 	if _, _, err := s.store.list(filter{limit: 1}); err != nil {
 		return fmt.Errorf("%w: %w", errUnavailable, err)
 	}
-	x.send(http.StatusOK, encode(map[string]string{"status": "ok"}))
-	return nil
+	return x.send(http.StatusOK, encode(map[string]string{"status": "ok"}))
 }
 
 //go:embed openapi.json
@@ -111,8 +109,7 @@ var openAPI []byte
 
 // sendOpenAPI answers GET /openapi.json.
 func sendOpenAPI(x *exchange, r *http.Request) error {
-	x.send(http.StatusOK, openAPI)
-	return nil
+	return x.send(http.StatusOK, openAPI)
 }
 
 // methodNotAllowed answers a request for a known path with a method other than the allowed ones.

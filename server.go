@@ -177,13 +177,12 @@ func (s *server) cached(read func(r *http.Request) (response, error)) handler {
 		if resp.link != "" {
 			x.Header().Set("Link", resp.link)
 		}
-		x.send(http.StatusOK, resp.body)
-		return nil
+		return x.send(http.StatusOK, resp.body)
 	}
 }
 
-// send sends the response, whose body is JSON.
-func (x *exchange) send(status int, body []byte) {
+// send sends the response, whose body is JSON. It returns nil, so that a handler can end with it.
+func (x *exchange) send(status int, body []byte) error {
 	x.status = status
 	x.Header().Set("Content-Length", strconv.Itoa(len(body)))
 	if x.server.draining.Load() {
@@ -194,6 +193,7 @@ func (x *exchange) send(status int, body []byte) {
 		x.size = len(body)
 		x.Write(body) // an error means that the client is gone
 	}
+	return nil
 }
 
 // encode returns v as JSON and a line break, with <, > and & as they are. v must be of a type that can be encoded.

@@ -397,20 +397,23 @@ func (s *store) checkFiles() error {
 	if s.emptied {
 		return *s.moved.Load()
 	}
-	pending := s.files[i].movedError("do not restart the service yet")
+	moved := s.files[i].movedError
+	pending := moved("do not restart the service yet")
 	s.moved.Store(&pending) // first: a create that holds writeMu may be waiting for another program
 	s.writeMu.Lock()        // so that no create fills the log again
 	defer s.writeMu.Unlock()
-	advice := "put it back, or replace the database with a backup, end all other programs that use it, and restart"
 	inUse, err := s.emptyWAL()
-	if inUse {
-		advice = "another program has begun a new log, and what the old one held is not in the database; " + advice
-	}
 	s.emptied = err == nil
-	if err != nil {
+	const restart = "end all other programs that use the database, and restart"
+	switch {
+	case err != nil:
 		err = fmt.Errorf("%w: %q could not be saved in the database: %w", pending, s.path+"-wal", err)
-	} else {
-		err = s.files[i].movedError(advice)
+	case inUse:
+		err = moved("another program has begun a new log without the old one's animals; put it back, or " + restart)
+	case i > 0:
+		err = moved("the animals in the log were saved in the database; " + restart)
+	default:
+		err = moved("put it back, or put a backup in its place, " + restart)
 	}
 	s.moved.Store(&err)
 	return err
