@@ -28,8 +28,7 @@ const (
 	statusRule        = "status must be available, pending or sold"
 )
 
-// petStatuses are the values of PetStatus.
-var petStatuses = []string{"available", "pending", "sold"}
+var petStatuses = []string{"available", "pending", "sold"} // the values of PetStatus
 
 // listPets reads a page of animals for GET /v1/pets, with a Link to the next page if there is one (RFC 8288).
 func (s *server) listPets(r *http.Request) (response, error) {
@@ -246,8 +245,7 @@ func unquote(value []byte) (s string) {
 	return s
 }
 
-// parseName returns the name in a JSON value, and whether it is valid. U+FFFD is refused: decoders put it where they
-// could not decode a character (encoding/json, for an unpaired surrogate), so the name has lost one.
+// parseName returns the name in a JSON value, and whether it is valid. (U+FFFD stands for a character that was lost.)
 func parseName(value []byte) (name string, ok bool) {
 	name = unquote(value)
 	blank := strings.TrimSpace(name) == ""

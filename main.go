@@ -29,8 +29,8 @@ func main() {
 	if os.Getenv("GOGC") == "" {
 		debug.SetGCPercent(200) // the heap is only a few MiB: collect it half as often
 	}
-	signal.Ignore(syscall.SIGPIPE) // or a write to a log that nobody reads any more would end the process
-	// Signals stay caught after the first one, so that a second one does not cut the stop short.
+	// A write to a log that nobody reads any more must not end the process, and a second signal must not end a stop.
+	signal.Ignore(syscall.SIGPIPE)
 	ctx, _ := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	os.Exit(run(ctx, os.Args[1:], os.LookupEnv, os.Stdout, os.Stderr))
 }
@@ -202,6 +202,10 @@ func backup(ctx context.Context, path, target string) error {
 func restore(ctx context.Context, path, source string) error {
 	if err := cmp.Or(requireDatabaseFile(path), requireDatabaseFile(source)); err != nil {
 		return err
+	}
+	into, _ := os.Stat(path)
+	if backup, _ := os.Stat(source); os.SameFile(into, backup) {
+		return errors.New("the backup is the database itself")
 	}
 	const damagedToo = "writable_schema(ON)" // lets SQLite open a database whose schema is damaged
 	from := newPool(source, "rw", 1)         // with "ro", SQLite would leave files beside source

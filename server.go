@@ -50,7 +50,6 @@ func newServer(st *store, k keys, logger *slog.Logger) *server {
 	handle("GET /v1/pets", s.requireKey(s.cached(s.listPets)))
 	handle("POST /v1/pets", s.requireKey(s.createPet))
 	handle("GET /v1/pets/{petId}", deprecated(s.requireKey(s.cached(s.getPet))))
-
 	handle("/healthz", s.requireKey(methodNotAllowed("GET, HEAD")))
 	handle("/openapi.json", s.requireKey(methodNotAllowed("GET, HEAD")))
 	handle("/v1/pets", s.requireKey(methodNotAllowed("GET, HEAD, POST")))

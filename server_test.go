@@ -316,7 +316,6 @@ func TestListPets(t *testing.T) {
 		{"?after=9223372036854775807", "", []pet{}},
 		{"?status=sold&limit=15", "", sold},
 		{"?limit=14&status=sold", "</v1/pets?after=42&limit=14&status=sold>", sold[:14]},
-		{"?%6Cimit=%31", "</v1/pets?after=1&limit=1>", all[:1]},
 	} {
 		a := s.do("GET", "/v1/pets"+c.query, "")
 		if got := decode[[]pet](t, a); a.status != 200 || !slices.Equal(got, c.want) {
@@ -376,7 +375,6 @@ func TestCreatePetRefusesInvalidBodies(t *testing.T) {
 		`{"` + x99 + `":1,"` + x99 + `":1}`:           `unknown member \"` + x99[:64] + `\"; \"` + x99[:64] + `\" must not be repeated`,
 		`{"name":"x","name":"x","categoryId":1}`:      `\"name\" must not be repeated`,
 		`{"name":"x","n\u0061me":"y","categoryId":1}`: `\"name\" must not be repeated`,
-		`{"name":7,"categoryId":1}`:                   "name must be",
 		"{\"name\":\" \u00a0\u2003\u3000\u0085\",\"categoryId\":1}":  "name must be",
 		`{"name":"a\u0000b","categoryId":1}`:                         "name must be",
 		`{"name":"a\uFFFDb","categoryId":1}`:                         "name must be",
@@ -424,7 +422,6 @@ func TestRequests(t *testing.T) {
 		{"GET /v1/pets/0", "", "", 404, "no animal"},
 		{"GET /v1/pets/-9223372036854775808", "", "", 404, "no animal"},
 		{"GET /v1/pets/01", "", "", 404, "no animal"},
-		{"GET /v1/pets/1%2F", "", "", 404, "no animal"},
 		{"GET /v1/pets/" + strings.Repeat("9", 3000), "", "", 404, "no animal"},
 		{"GET /v1/pets?limit=101", "", "", 400, "limit must be"},
 		{"GET /v1/pets?limit=05", "", "", 400, "limit must be"},
@@ -448,8 +445,6 @@ func TestRequests(t *testing.T) {
 		{"DELETE /openapi.json", "", "{", 405, `only GET, HEAD"`},
 		{"DELETE /openapi.json", "Authorization:", "", 401, "API key"},
 		{"DELETE /healthz", "Authorization:", "", 401, "API key"},
-		{"DELETE /v1/pets", "Authorization:", "", 401, "API key"},
-		{"GET /x", "Authorization:", "", 401, "API key"},
 		{"GET /healthz", "Authorization:", "", 200, `{"status":"ok"}`},
 		{"GET /openapi.json", "Authorization:", "", 200, string(openAPI)},
 		{"POST /v1/pets?limit=x&anything", "Accept: text/html", rex, 201, "Rex"},
@@ -486,7 +481,6 @@ func TestAPIKeyCheck(t *testing.T) {
 		"Authorization:":                                                missing,
 		"Authorization: Basic dGVzdC1rZXk=":                             missing,
 		"Authorization: Bearer":                                         missing,
-		"Authorization: Bearertest-key":                                 missing,
 		"Authorization: Bearer TEST-KEY":                                invalid,
 		"Authorization: Bearer test-key,other-key":                      invalid,
 		"Authorization: Bearer test-key|Authorization: Bearer test-key": missing,
@@ -664,7 +658,6 @@ func TestStop(t *testing.T) {
 		"an idle connection":               {getList, "", 0, 200, soon, soon},
 		"a request on an idle connection":  {getList, getList, 200 * time.Millisecond, 200, soon, soon},
 		"a connection that sent nothing":   {"", "", 0, 0, soon, time.Second},
-		"a connection that sent a part":    {"GET /v1/pets HTTP/1.1\r\n", "", 0, 0, soon, time.Second},
 		"a request on a new connection":    {"", getList, 200 * time.Millisecond, 200, soon, time.Second},
 		"a slow body without a key":        {post + "Host: x\r\nContent-Length: 1000000\r\n\r\n", "x", 100 * time.Millisecond, 401, soon, 3 * time.Second},
 		"a request whose body comes late":  {post + withKey + length29, rex, 4 * time.Second, 201, 4 * time.Second, late},
@@ -753,7 +746,6 @@ func TestTimeouts(t *testing.T) {
 			"Host: x\r\n" + length29:                             {401, 2 * time.Second},
 			"Host: x\r\nConnection: close\r\n" + length29:        {401, 0},
 			"Host: x\r\nTransfer-Encoding: chunked\r\n\r\n9\r\n": {401, 2 * time.Second},
-			"Host: x\r\nExpect: 100-continue\r\n" + length29:     {401, 0},
 		} {
 			start := time.Now()
 			conn := ln.dial(post + header + `{"name":`)
@@ -955,9 +947,6 @@ func TestCacheStaysSmall(t *testing.T) {
 		setHeaders(r, nil)
 		s.ServeHTTP(httptest.NewRecorder(), r)
 	}
-	for id := range 100 { // this path is a substring of the request line
-		s.doRequest(httptest.NewRequest("GET", fmt.Sprint("http://", strings.Repeat("x", 300_000), "/v1/pets/", id+1), nil))
-	}
 	if grown := heap() - before; grown > 12<<20 {
 		t.Errorf("the heap grew by %d bytes", grown)
 	}
@@ -972,6 +961,9 @@ func TestConnections(t *testing.T) {
 				t.Errorf("%s is %s, want %s", pragma, got, want)
 			}
 		}
+		must(t, os.Rename(s.db, s.db+".away"))
+		s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable") // at once: the fake clock stands still
+		must(t, os.Rename(s.db+".away", s.db))
 		timeouts := "" // of all connections, which are open before the first request
 		for i := range s.connections() {
 			timeouts += s.pragma(i, "busy_timeout") + " "
@@ -1001,8 +993,6 @@ func TestSchemaEnforcesTheRules(t *testing.T) {
 			t.Errorf("%s is allowed", edit)
 		}
 	}
-	s.sqlite3(`INSERT INTO pets (id, name, category_id) VALUES (9223372036854775806, 'last', 1)`)
-	s.want(s.do("GET", "/v1/pets/9223372036854775806", ""), 200, `"status":"available"`)
 }
 
 // TestOddNamesOfDatabases opens files with names that have a meaning in a URI.
@@ -1030,10 +1020,9 @@ func TestQueriesReadFewPages(t *testing.T) {
 			return n
 		}
 		for request, most := range map[string]int{
-			"GET /v1/pets?after=10000&limit=50":                20,
-			"GET /v1/pets?after=10000&limit=50&status=pending": 20,
-			"GET /v1/pets/10000":                               20,
-			"POST /v1/pets":                                    100,
+			"GET /v1/pets?after=10000&limit=50": 20,
+			"GET /v1/pets/10000":                20,
+			"POST /v1/pets":                     100,
 		} {
 			method, target, _ := strings.Cut(request, " ")
 			before := pages()
@@ -1087,8 +1076,17 @@ func TestDatabaseThatCannotBeWritten(t *testing.T) {
 	s.want(s.do("GET", "/v1/pets?limit=1", ""), 200, "xxx")
 	s.want(s.do("GET", "/healthz", ""), 200, "ok")
 	s.pragma(0, "max_page_count = 1000000")
-	s.pragma(0, "busy_timeout = 50")
 	unlock := s.lock()
+	var waiting sync.WaitGroup
+	waiting.Go(func() { s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable") })
+	must(t, os.Rename(s.db+"-wal", s.db+"-wal.away"))
+	eventually(t, "the service is unhealthy while a create waits", func() bool { return s.do("GET", "/healthz", "").status == 503 })
+	unlock()
+	waiting.Wait()
+	must(t, os.Rename(s.db+"-wal.away", s.db+"-wal"))
+	eventually(t, "the service is healthy", func() bool { return s.do("GET", "/healthz", "").status == 200 })
+	s.pragma(0, "busy_timeout = 50")
+	unlock = s.lock()
 	s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable")
 	s.want(s.do("GET", "/v1/pets?limit=2", ""), 200, "xxx")
 	unlock()
@@ -1288,15 +1286,14 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 			must(t, add(i))
 		}
 		var adding sync.WaitGroup
-		var added atomic.Int64
+		before := sent.Load()
 		for range 16 {
 			adding.Go(func() {
 				for add(sent.Add(1)-1) == nil {
-					added.Add(1)
 				}
 			})
 		}
-		eventually(t, "some animals are added", func() bool { return added.Load() > 40 })
+		eventually(t, "some animals are added", func() bool { return sent.Load() > before+60 })
 		p.stop(syscall.SIGKILL)
 		adding.Wait()
 	}
@@ -1317,7 +1314,7 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 func TestMovedFiles(t *testing.T) {
 	t.Parallel()
 	const (
-		database = `/animals.db\\" was moved, deleted or replaced while the service ran; put it back, or put a backup in its place, end all other`
+		database = `/animals.db\\" was moved, deleted or replaced while the service ran; put it back .* or a backup in its place, end all other`
 		wal      = `/animals.db-wal\\" was moved.* ran; the animals in the log were saved in the database; end all other programs`
 		index    = `/animals.db-shm\\" was moved.* ran; the animals in the log were saved in the database; end all other programs`
 		newIndex = `/animals.db-shm\\" was moved.* ran; another program has begun a new log without the old one's animals; put it back, or end`
@@ -1342,7 +1339,6 @@ func TestMovedFiles(t *testing.T) {
 		"the index, with an edit":  {"", "rm animals.db-shm", "INSERT INTO pets (name, category_id) VALUES ('Tom', 8)", newIndex, "", started, "", "1,2,3,4,5,6,7"},
 		"all files, deleted":       {"", "rm animals.db*", "", database, "", "the database is new and empty", "", "1"},
 		"a backup in the place":    {"", "mv copy animals.db", "", database, "", started, "", "1,2,3,4"},
-		"a backup beside":          {"", "mv animals.db away; cp copy animals.db", "", database, "mv away animals.db", started, "", "1,2,3,4,5,6"},
 		"a link in the place":      {"", "mv animals.db away; ln -s away animals.db", "", database, "", "name the file that it leads to", "mv away animals.db", "1,2,3,4,5,6"},
 	} {
 		t.Run(what, func(t *testing.T) {
@@ -1368,6 +1364,9 @@ func TestMovedFiles(t *testing.T) {
 			shell(fmt.Sprint("kill -STOP ", p.cmd.Process.Pid))
 			shell(c.slip)
 			try(other.Exec(c.after))(t)
+			if c.after != "" {
+				must(t, other.Close())
+			}
 			shell(fmt.Sprint("kill -CONT ", p.cmd.Process.Pid))
 			if c.before != "" {
 				p.awaitUnhealthy("do not restart the service yet: .*animals.db-wal.* could not be saved in the database: it is in use")
@@ -1379,6 +1378,10 @@ func TestMovedFiles(t *testing.T) {
 			if c.undo != "" {
 				shell(c.undo)
 				eventually(t, "the program is healthy", func() bool { return p.send("GET", "/healthz") == 200 })
+				shell(c.slip) // again
+				p.awaitUnhealthy(c.moved)
+				shell(c.undo)
+				eventually(t, "the program is healthy again", func() bool { return p.send("GET", "/healthz") == 200 })
 			} else {
 				if status, log := p.stop(syscall.SIGTERM); status != 1 || strings.Count(log, "\nanimalstore: ") != 1 || strings.Contains(log, "msg=stopped") {
 					t.Errorf("the stop ended with %d, log %s", status, log)
@@ -1417,7 +1420,7 @@ func TestRollingRestart(t *testing.T) {
 	must(t, os.Rename(s.db, s.db+".old"))
 	must(t, os.Rename(s.db+".copy", s.db))
 	for _, p := range []*process{one, other} {
-		p.awaitUnhealthy("put it back, or put")
+		p.awaitUnhealthy("or a backup in its place")
 	}
 	one.stop(syscall.SIGTERM)
 	one = start()
@@ -1484,7 +1487,14 @@ func TestLog(t *testing.T) {
 	var log bytes.Buffer
 	withFakeClock(t, func(t *testing.T, s *service) {
 		s.add("Rex", 7, "sold")
-		s.onRead(func() error { return errors.New("no such animal") })
+		s.add("Tom", 8, "sold")
+		reads := 0
+		s.onRead(func() error { // the second animal of each page cannot be read
+			if reads++; reads%2 == 0 {
+				return errors.New("no such animal")
+			}
+			return nil
+		})
 		time.Sleep(time.Second) // until the service has found the last change
 		long := strings.Repeat("x", 1024)
 		for _, c := range []struct {
@@ -1539,9 +1549,13 @@ func TestLogWriter(t *testing.T) {
 		}
 		time.AfterFunc(time.Second, func() { pw.Close() })
 		text := string(try(io.ReadAll(pr))(t))
-		written := strings.Count(text, "line\n")
-		if written < 1024 || !strings.HasSuffix(text, fmt.Sprintf("log lines were dropped\" lines=%d\n", 5000-written)) {
-			t.Errorf("%d of 5000 lines were written, and the end of the log is not the number of the others: %.500s", written, text)
+		written, dropped := strings.Count(text, "line\n"), 0
+		for _, report := range regexp.MustCompile(`level=WARN .* lines=(\d+)\n`).FindAllStringSubmatch(text, -1) {
+			n, _ := strconv.Atoi(report[1])
+			dropped += n
+		}
+		if written < 1024 || dropped == 0 || written+dropped != 5000 {
+			t.Errorf("%d lines were written and %d reported as dropped, want 5000 in all: %.500s", written, dropped, text)
 		}
 	})
 }
@@ -1620,11 +1634,8 @@ func TestTLS(t *testing.T) {
 	// The log must not repeat all that a client offers: here a hundred versions of TLS.
 	io.WriteString(try(net.Dial("tcp", r.Host))(t), "\x16\x03\x01\x00\xfc\x01\x00\x00\xf8\x03\x03"+strings.Repeat("r", 32)+
 		"\x00\x00\x02\x13\x01\x01\x00\x00\xcd\x00\x2b\x00\xc9\xc8"+strings.Repeat("\x7a\x7a", 100))
-	if line := p.read("TLS handshake error.*unsupported versions.*7a7a")[0]; len(line) > 300 {
+	if line := p.read(`level=WARN msg="http: TLS handshake error.*unsupported versions.*7a7a`)[0]; len(line) > 300 {
 		t.Errorf("the log has a line of %d bytes: %s", len(line), line)
-	}
-	if status, log := p.stop(syscall.SIGTERM); status != 0 || !strings.Contains(log, `level=WARN msg="http: TLS handshake error`) {
-		t.Errorf("status %d, log %s", status, log)
 	}
 }
 
@@ -1663,7 +1674,6 @@ func TestSettings(t *testing.T) {
 	}{
 		{args{"-h"}, "", 0, "listen on HOST:PORT (default \"127.0.0.1:8080\")"},
 		{args{"-version"}, "", 0, "animalstore " + buildVersion() + "\n"},
-		{args{"-colour"}, "", 2, "not defined: -colour"},
 		{args{"serve"}, "", 2, `unexpected argument "serve"`},
 		{args{"-db", ""}, "", 2, "-db must not be empty"},
 		{args{"-tls-cert", "x"}, "", 2, "give both or neither"},
@@ -1673,19 +1683,16 @@ func TestSettings(t *testing.T) {
 		{args{}, "API_KEYS=", 1, "contain no API key"},
 		{args{}, "API_KEYS=one, my secret", 1, "API_KEYS, item 2: an API key must consist of visible ASCII"},
 		{args{"-keys", file("spaced", "# none\r\none\r\nmy secret\r\n")}, "API_KEYS=k", 1, `spaced", line 3: an API key must`},
-		{args{"-keys", file("comments", "# none\n\n  \r\n")}, "", 1, "contain no API key"},
 		{args{"-keys", file("listed", "one,secret")}, "API_KEYS=k", 1, `listed", line 1: an API key must`},
 		{args{"-addr", ":0", "-db", dir}, "API_KEYS=k", 1, `-db "` + dir + `": it is not a regular file`},
 		{args{"-db", link}, "API_KEYS=k", 1, "name the file that it leads to"},
 		{args{"-db", cut}, "API_KEYS=k", 1, "malformed (11): it is damaged: put a backup in with -restore"},
-		{args{"-db", none + "/animals.db"}, "API_KEYS=k", 1, "in an existing folder"},
 		{args{"-keys", none + "/a\nb"}, "", 1, `none/a\nb": open ` + none + "/a b: no such"},
 		{args{"-db", moved}, "API_KEYS=k", 1, `moved-wal" is the write-ahead log of one`},
 		{args{"-db", emptied}, "API_KEYS=k", 1, `emptied-wal" is the write-ahead log of one`},
 		{args{"-db", ours("dump", "PRAGMA application_id = 0")}, "API_KEYS=k", 1, "its application_id is not 1348826227"},
 		{args{"-db", file("text", "some text")}, "API_KEYS=k", 1, "file is not a database (26): it is damaged"},
 		{args{"-db", foreign("foreign-wal", "PRAGMA journal_mode = WAL; CREATE TABLE t (x)")}, "API_KEYS=k", 1, "not a database of this service"},
-		{args{"-db", foreign("marked", "PRAGMA application_id = 7")}, "API_KEYS=k", 1, "not a database of this service"},
 		{args{"-db", newer}, "API_KEYS=k", 1, "a newer version"},
 		{args{"-db", newer, "-backup", none}, "", 1, "a newer version"},
 		{args{"-backup", none}, "", 1, "no such file"},
@@ -1694,12 +1701,12 @@ func TestSettings(t *testing.T) {
 		{args{"-backup", fine, "-restore", fine}, "", 2, "exclude each other"},
 		{args{"-restore", fine}, "", 1, `new.db: no such file`},
 		{args{"-db", fine, "-restore", none}, "", 1, `none: no such file`},
+		{args{"-db", fine, "-restore", link}, "", 1, "the backup is the database itself"},
 		{args{"-db", emptied, "-restore", fine}, "", 1, "emptied\" is empty or not"},
 		{args{"-db", foreign("theirs", "CREATE TABLE t (x)"), "-restore", fine}, "", 1, ": not a database of this service"},
 		{args{"-db", filepath.Join(dir, "text"), "-restore", fine}, "", 1, "move its files elsewhere and copy a backup into their place"},
 		{args{"-db", fine, "-restore", filepath.Join(dir, "theirs")}, "", 1, "the backup cannot be used: not a database of this service"},
-		{args{"-db", fine, "-restore", newer}, "", 1, "the backup cannot be used: a newer version"},
-		{args{"-db", fine, "-restore", damaged}, "", 1, "the backup cannot be used: "},
+		{args{"-db", fine, "-restore", damaged}, "", 1, fmt.Sprintf("-restore %q to -db %q: the backup cannot be used: ", damaged, fine)},
 		{args{"-db", fine, "-restore", foreign("empty", "VACUUM")}, "", 1, "the backup cannot be used: "},
 		{args{"-db", fine, "-restore", ours("no-pets", "DROP TABLE pets")}, "", 1, "no such table: pets"},
 		{args{"-db", fine, "-restore", foreign("without tables", "PRAGMA application_id = 1348826227")}, "", 1, "the backup cannot be used: it is empty"},
@@ -1741,6 +1748,9 @@ func TestBackup(t *testing.T) {
 	stop := repeat(4, func(int) { s.add("meanwhile", 1, "available") })
 	s.wantRun(0, "", "-backup", filepath.Join(dir, "copy.db"))
 	stop()
+	if mode := try(os.Stat(filepath.Join(dir, "copy.db")))(t).Mode(); mode != 0o600 {
+		t.Errorf("the mode of the backup is %v", mode)
+	}
 	before := snapshot(t, dir)
 	s.wantRun(1, "exists already", "-backup", filepath.Join(dir, "copy.db"))
 	interrupted, cancel := context.WithCancel(t.Context())
@@ -1774,10 +1784,7 @@ func TestRestoreUnderLoad(t *testing.T) {
 		eventually(t, "the backup shows", func() bool { return strings.Contains(s.do("GET", "/v1/pets", "").body, "backup") })
 	}
 	stop()
-	eventually(t, "a restore empties the write-ahead log", func() bool { // unless the service was reading
-		s.wantRun(0, "", "-restore", s.db+".copy")
-		return try(os.Stat(s.db+"-wal"))(t).Size() == 0
-	})
+	s.wantRun(0, "", "-restore", s.db+".copy")
 	s.wantSQL("SELECT count(*) FROM pets", "300")
 	s.wantSQL("SELECT max(seq) FROM sqlite_sequence", "300")
 }
@@ -1948,13 +1955,6 @@ func TestDocument(t *testing.T) {
 	}
 	for _, fault := range exampleFaults(document["paths"], "") {
 		t.Error(fault)
-	}
-	sunset := try(http.ParseTime(deprecatedHeader.Get("Sunset")))(t).Format("2 January 2006")
-	for _, words := range []string{"scheduled for " + sunset, fmt.Sprintf("for %d hours", idempotencyKeyLifetime/3600),
-		fmt.Sprintf("at most %d bytes", maxBody), fmt.Sprintf("larger than %d bytes", maxBody)} {
-		if !bytes.Contains(openAPI, []byte(words)) {
-			t.Errorf("openapi.json does not contain %q", words)
-		}
 	}
 	for c, pattern := rune(0), regexp.MustCompile(name); c <= 0xffff; c++ {
 		for _, text := range []string{string(c), "x" + string(c), string(c) + " "} {

@@ -221,8 +221,7 @@ func (s *store) close() error {
 	return errors.Join(s.readers.Close(), s.watcher.Close(), s.writer.Close())
 }
 
-// list returns a page of animals, by ascending id, and whether more follow. It takes no context: the query is bounded,
-// and database/sql discards the connection of a cancelled query.
+// list returns a page of animals, by ascending id, and whether more follow. It takes no context: the query is bounded.
 func (s *store) list(f filter) (pets []pet, more bool, err error) {
 	statement, args := s.selectPage, []any{f.after, f.limit + 1}
 	if f.status != "" {
@@ -413,7 +412,7 @@ func (s *store) checkFiles() error {
 	case i > 0:
 		err = moved("the animals in the log were saved in the database; " + restart)
 	default:
-		err = moved("put it back, or put a backup in its place, " + restart)
+		err = moved(fmt.Sprintf("put it back (see /proc/%d/fd) or a backup in its place, %s", os.Getpid(), restart))
 	}
 	s.moved.Store(&err)
 	return err
