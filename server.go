@@ -26,7 +26,7 @@ import (
 const (
 	maxLogged  = 1 << 10 // bytes of a path or a method in the log
 	maxCache   = 8 << 20 // bytes of cached responses; a full cache is emptied
-	maxDiscard = 1 << 20 // bytes of a request body that are read after an error response
+	maxDiscard = 1 << 20 // bytes of a request body that are read after the response
 )
 
 // server is the service as an http.Handler.
@@ -220,8 +220,8 @@ func (x *exchange) finish(r *http.Request) {
 		x.send(e.Status, encode(e))
 	}
 	x.logRequest(r)
-	// Many clients read an error only after they have sent the body, and lose it if the connection is closed before.
-	if x.err != nil && x.status != http.StatusRequestTimeout { // after which no more can be read
+	// Many clients read the response only after they have sent the body. (After 201 and 408 there is no more to read.)
+	if r.ContentLength != 0 && x.status != http.StatusCreated && x.status != http.StatusRequestTimeout {
 		connection := http.NewResponseController(x.ResponseWriter)
 		connection.SetReadDeadline(time.Now().Add(2 * time.Second)) // before Flush, which reads up to 256 KiB
 		connection.Flush()
