@@ -9,51 +9,67 @@ import (
 	"strings"
 )
 
-// caller identifies a client by the SHA-256 sum of its API key. The key itself is not kept. The zero caller is nobody.
-type caller [sha256.Size]byte
-
-// keys holds the callers whose API keys are valid. To time lookups reveals nothing: an attacker cannot choose the sums.
+// keys holds the callers whose API keys are valid.
+//
+// The time of a lookup depends on SHA-256 sums, not on the keys, and so does not help anyone to
+// guess a key.
 type keys map[caller]bool
 
-// loadKeys returns the API keys in the environment variable API_KEYS and in the file, unless its name is empty. If
-// either is given, there must be at least one key. Errors name the place of an invalid key, but never quote it.
-func loadKeys(lookupEnv func(string) (string, bool), file string) (keys, error) {
+// loadKeys returns the API keys of the configuration: those in API_KEYS and those in the key file.
+//
+// If either is set, there must be at least one key; if neither is, there is none. An error names
+// the place of an invalid key, but never quotes it.
+func loadKeys(c config) (keys, error) {
 	k := keys{}
-	list, given := lookupEnv("API_KEYS")
-	for i, item := range strings.Split(list, ",") {
+
+	for i, item := range strings.Split(c.apiKeys, ",") {
 		if err := k.add(item); err != nil {
 			return nil, fmt.Errorf("API_KEYS, item %d: %w", i+1, err)
 		}
 	}
-	if file != "" {
-		content, err := os.ReadFile(file)
-		if err != nil {
-			return nil, fmt.Errorf("-keys %q: %w", file, err)
-		}
-		for i, line := range strings.Split(strings.TrimPrefix(string(content), "\ufeff"), "\n") { // a byte order mark
-			if strings.HasPrefix(strings.TrimSpace(line), "#") {
-				continue
-			}
-			if err := k.add(line); err != nil {
-				return nil, fmt.Errorf("-keys %q, line %d: %w", file, i+1, err)
-			}
+
+	if c.keysFile != "" {
+		if err := k.addFile(c.keysFile); err != nil {
+			return nil, fmt.Errorf("-keys %q: %w", c.keysFile, err)
 		}
 	}
-	if len(k) == 0 && (given || file != "") {
+
+	if len(k) == 0 && (c.apiKeysSet || c.keysFile != "") {
 		return nil, errors.New("API_KEYS and -keys contain no API key; add one, or set neither of them")
 	}
 	return k, nil
 }
 
-// add adds an API key, trimmed of white space, unless it is blank. A key is visible ASCII without commas.
+// addFile adds the API keys in a file, one per line. Lines that begin with # are comments.
+func (k keys) addFile(name string) error {
+	content, err := os.ReadFile(name)
+	if err != nil {
+		return err
+	}
+	text := strings.TrimPrefix(string(content), "\ufeff") // the byte order mark of some editors
+
+	for i, line := range strings.Split(text, "\n") {
+		if strings.HasPrefix(strings.TrimSpace(line), "#") {
+			continue
+		}
+		if err := k.add(line); err != nil {
+			return fmt.Errorf("line %d: %w", i+1, err)
+		}
+	}
+	return nil
+}
+
+// add adds an API key, without the white space around it. A blank key is skipped. A key must
+// consist of visible ASCII characters other than the comma.
 func (k keys) add(key string) error {
 	key = strings.TrimSpace(key)
+	if key == "" {
+		return nil
+	}
 	if !isVisibleASCII(key) || strings.Contains(key, ",") {
 		return errors.New("an API key must consist of visible ASCII characters, without spaces or commas")
 	}
-	if key != "" {
-		k[sha256.Sum256([]byte(key))] = true
-	}
+	k[sha256.Sum256([]byte(key))] = true
 	return nil
 }
 
@@ -62,21 +78,35 @@ func isVisibleASCII(s string) bool {
 	return !strings.ContainsFunc(s, func(r rune) bool { return r < '!' || r > '~' })
 }
 
-// authenticate returns the caller whose key is in the one Authorization header, and "", or a challenge (RFC 6750).
-func (k keys) authenticate(header http.Header) (c caller, challenge string) {
-	const missing, invalid = `Bearer realm="animalstore"`, `Bearer realm="animalstore", error="invalid_token"`
+// requireKey passes requests with a valid API key to next. It answers all others with 401 and a
+// challenge (RFC 6750), before anything else in the request is looked at.
+func (k keys) requireKey(next handler) handler {
+	return func(x *exchange) error {
+		token, given := bearerToken(x.r.Header)
+		who := caller(sha256.Sum256([]byte(token)))
+		if given && k[who] {
+			x.caller = who
+			return next(x)
+		}
+
+		challenge := `Bearer realm="animalstore"`
+		if given {
+			challenge += `, error="invalid_token"`
+		}
+		x.Header().Set("WWW-Authenticate", challenge)
+		return newError(http.StatusUnauthorized, "a valid API key is required, in one header "+
+			"Authorization: Bearer API_KEY; GET /openapi.json describes this interface")
+	}
+}
+
+// bearerToken returns the token of the Bearer scheme. given is false if there is none, or more
+// than one Authorization header.
+func bearerToken(header http.Header) (token string, given bool) {
 	values := header["Authorization"]
 	if len(values) != 1 {
-		return caller{}, missing
+		return "", false
 	}
 	scheme, token, _ := strings.Cut(values[0], " ")
 	token = strings.TrimLeft(token, " ")
-	if !strings.EqualFold(scheme, "Bearer") || token == "" {
-		return caller{}, missing
-	}
-	c = sha256.Sum256([]byte(token))
-	if !k[c] {
-		return caller{}, invalid
-	}
-	return c, ""
+	return token, strings.EqualFold(scheme, "Bearer") && token != ""
 }

@@ -5,7 +5,8 @@ import (
 	"net/http"
 )
 
-// apiError is an error that is shown to the client: the Error object of the API. Other errors are only logged.
+// apiError is an error that is shown to the client: the Error object of the API. All other errors
+// are only logged, and the client gets a 500.
 type apiError struct {
 	Code    string `json:"code"`    // one of errorCodes
 	Message string `json:"message"` // for people
@@ -14,7 +15,8 @@ type apiError struct {
 
 func (e *apiError) Error() string { return e.Message }
 
-// errorCodes maps each status of an error to its machine-readable code. Clients rely on the codes.
+// errorCodes maps each status of an error to its machine-readable code. Clients rely on the
+// codes.
 var errorCodes = map[int]string{
 	http.StatusBadRequest:            "invalid_request",
 	http.StatusUnauthorized:          "unauthorized",
@@ -30,12 +32,20 @@ var errorCodes = map[int]string{
 
 // newError returns an apiError with a status from errorCodes.
 func newError(status int, format string, args ...any) *apiError {
-	return &apiError{Code: errorCodes[status], Message: fmt.Sprintf(format, args...), Status: status}
+	return &apiError{
+		Code:    errorCodes[status],
+		Message: fmt.Sprintf(format, args...),
+		Status:  status,
+	}
 }
 
-// Errors of the store and the handlers that clients see, perhaps wrapped. errUnavailable means that nothing was stored.
+// These errors of the store are shown to the client. They may be wrapped, with a cause for the log.
 var (
-	errNotFound    = newError(http.StatusNotFound, "there is no animal with this id")
-	errKeyReused   = newError(http.StatusUnprocessableEntity, "this Idempotency-Key was used for another animal")
-	errUnavailable = newError(http.StatusServiceUnavailable, "the database is unavailable; try again")
+	errNotFound             = newError(http.StatusNotFound, "there is no animal with this id")
+	errIdempotencyKeyReused = newError(http.StatusUnprocessableEntity,
+		"this Idempotency-Key was used for another animal")
+
+	// errUnavailable means that the cause may pass, and of a create, that it has stored nothing.
+	errUnavailable = newError(http.StatusServiceUnavailable,
+		"the database is unavailable; try again")
 )

@@ -16,48 +16,89 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"unicode/utf8"
 )
 
 const (
-	defaultLimit      = 20       // animals on a page
-	maxLimit          = 100      // animals on a page
-	maxName           = 255      // characters
-	maxIdempotencyKey = 255      // bytes
-	maxBody           = 64 << 10 // bytes
-	statusRule        = "status must be available, pending or sold"
+	defaultLimit = 20       // animals on a page
+	maxLimit     = 100      // animals on a page
+	maxBody      = 64 << 10 // bytes
+	maxFaults    = 10       // faults that an error message names
+	maxCache     = 8 << 20  // bytes of cached responses
+
+	maxIdempotencyKey = 255 // bytes
+
+	// maxName is in characters. The schema has it, too: see migrations.
+	maxName = 255
 )
 
-var petStatuses = []string{"available", "pending", "sold"} // the values of PetStatus
+// petStatuses are the values of PetStatus. The schema has them, too: see migrations.
+var petStatuses = []string{"available", "pending", "sold"}
 
-// listPets reads a page of animals for GET /v1/pets, with a Link to the next page if there is one (RFC 8288).
-func (s *server) listPets(r *http.Request) (response, error) {
-	query, fl, err := parseFilter(r.URL.RawQuery)
-	if err != nil {
-		return response{}, err
-	}
-	pets, more, err := s.store.list(fl)
-	if err != nil {
-		return response{}, err
-	}
-	link := ""
-	if more {
-		query.Set("after", strconv.FormatInt(pets[len(pets)-1].ID, 10))
-		link = "</v1/pets?" + query.Encode() + `>; rel="next"`
-	}
-	return response{encode(pets), link}, nil
+// Parts of error messages.
+const (
+	statusRule = "status must be available, pending or sold"
+	quoted     = "%.64q" // for what the client sent: the first 64 characters, in quotes
+)
+
+// api has the handlers of the service.
+type api struct {
+	store *store
+	cache cache
 }
 
-// createPet answers POST /v1/pets: it stores the animal that the body describes, and answers with it and its id.
-func (s *server) createPet(x *exchange, r *http.Request) error {
-	if err := checkContentType(r.Header["Content-Type"]); err != nil {
+// routes returns the handler for each pattern of ServeMux. st must be open.
+func routes(st *store, k keys) map[string]handler {
+	a := &api{store: st}
+	return map[string]handler{
+		"GET /healthz":         a.getHealth,
+		"GET /openapi.json":    getOpenAPI,
+		"GET /v1/pets":         k.requireKey(a.cached(a.listPets)),
+		"POST /v1/pets":        k.requireKey(a.createPet),
+		"GET /v1/pets/{petId}": deprecated(k.requireKey(a.cached(a.getPet))),
+
+		// ServeMux's own 404 and 405 would not be JSON, and would come without a key.
+		"/healthz":         k.requireKey(methodNotAllowed("GET, HEAD")),
+		"/openapi.json":    k.requireKey(methodNotAllowed("GET, HEAD")),
+		"/v1/pets":         k.requireKey(methodNotAllowed("GET, HEAD, POST")),
+		"/v1/pets/{petId}": k.requireKey(methodNotAllowed("GET, HEAD")),
+		"/":                k.requireKey(notFound),
+	}
+}
+
+// listPets reads a page of animals for GET /v1/pets, with a Link to the next page if there is
+// one (RFC 8288).
+func (a *api) listPets(r *http.Request) (response, error) {
+	query, f, err := parseFilter(r.URL.RawQuery)
+	if err != nil {
+		return response{}, err
+	}
+	pets, more, err := a.store.reader.list(f)
+	if err != nil {
+		return response{}, err
+	}
+
+	resp := response{body: encode(pets)}
+	if more {
+		last := pets[len(pets)-1]
+		query.Set("after", strconv.FormatInt(last.ID, 10))
+		resp.link = "</v1/pets?" + query.Encode() + `>; rel="next"`
+	}
+	return resp, nil
+}
+
+// createPet answers POST /v1/pets: it stores the animal that the body describes, and answers
+// with it and its id.
+func (a *api) createPet(x *exchange) error {
+	if err := checkContentType(x.r.Header["Content-Type"]); err != nil {
 		return err
 	}
-	key, err := idempotencyKey(r.Header["Idempotency-Key"])
+	idempotencyKey, err := parseIdempotencyKey(x.r.Header["Idempotency-Key"])
 	if err != nil {
 		return err
 	}
-	body, err := readBody(x, r)
+	body, err := readBody(x)
 	if err != nil {
 		return err
 	}
@@ -65,90 +106,176 @@ func (s *server) createPet(x *exchange, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	created, replayed, err := s.store.create(x.caller, key, animal)
+
+	stored, replayed, err := a.store.committer.create(x.caller, idempotencyKey, animal)
 	if err != nil {
 		return err
 	}
-	x.Header().Set("Location", "/v1/pets/"+strconv.FormatInt(created.ID, 10))
+
+	x.Header().Set("Location", "/v1/pets/"+strconv.FormatInt(stored.ID, 10))
 	if replayed {
 		x.Header().Set("Idempotency-Replayed", "true")
 	}
-	return x.send(http.StatusCreated, encode(created))
+	x.send(http.StatusCreated, encode(stored))
+	return nil
 }
 
-// getPet reads the animal for GET /v1/pets/{petId}, as the first of the page that begins with its id.
-func (s *server) getPet(r *http.Request) (response, error) {
+// getPet reads the animal for GET /v1/pets/{petId}.
+func (a *api) getPet(r *http.Request) (response, error) {
 	id, ok := parseInt(r.PathValue("petId"))
-	if !ok || id < 1 {
+	if !ok {
 		return response{}, errNotFound
 	}
-	pets, _, err := s.store.list(filter{after: id - 1, limit: 1})
+	animal, err := a.store.reader.get(id)
 	if err != nil {
 		return response{}, err
 	}
-	if len(pets) == 0 || pets[0].ID != id {
-		return response{}, errNotFound
-	}
-	return response{body: encode(pets[0])}, nil
+	return response{body: encode(animal)}, nil
 }
 
-// healthz answers GET /healthz: 200 if the database is in its place and can be read, else 503.
-func (s *server) healthz(x *exchange, r *http.Request) error {
-	if err := s.store.requireInPlace(); err != nil {
+// getHealth answers GET /healthz: 200 if the files of the database are in their places and it can
+// be read, else 503.
+func (a *api) getHealth(x *exchange) error {
+	if err := a.store.checkHealth(); err != nil {
 		return err
 	}
-	if _, _, err := s.store.list(filter{limit: 1}); err != nil {
-		return fmt.Errorf("%w: %w", errUnavailable, err)
-	}
-	return x.send(http.StatusOK, encode(map[string]string{"status": "ok"}))
+	x.send(http.StatusOK, encode(map[string]string{"status": "ok"}))
+	return nil
 }
 
 //go:embed openapi.json
 var openAPI []byte
 
-// sendOpenAPI answers GET /openapi.json.
-func sendOpenAPI(x *exchange, r *http.Request) error {
-	return x.send(http.StatusOK, openAPI)
+// getOpenAPI answers GET /openapi.json.
+func getOpenAPI(x *exchange) error {
+	x.send(http.StatusOK, openAPI)
+	return nil
 }
 
-// methodNotAllowed answers a request for a known path with a method other than the allowed ones.
+// methodNotAllowed answers a request for a known path with a method other than the allowed
+// ones.
 func methodNotAllowed(allowed string) handler {
-	return func(x *exchange, r *http.Request) error {
+	return func(x *exchange) error {
 		x.Header().Set("Allow", allowed)
 		return newError(http.StatusMethodNotAllowed, "this path allows only %s", allowed)
 	}
 }
 
 // notFound answers a request for an unknown path.
-func notFound(x *exchange, r *http.Request) error {
+func notFound(x *exchange) error {
 	return newError(http.StatusNotFound, "there is nothing at this path")
 }
 
-// parseFilter parses the query of a list. It refuses what it does not know, so that a typo cannot list other animals.
-func parseFilter(rawQuery string) (url.Values, filter, error) {
-	fl := filter{limit: defaultLimit}
-	var f faults
-	query, err := url.ParseQuery(rawQuery)
-	f.check(err == nil, "the query string is malformed")
+// response is the part of a response to a GET request that the cache keeps. Its status is 200.
+type response struct {
+	body []byte // JSON
+	link string // the Link header, "" for none
+}
+
+// cached answers with what read returns, and keeps it until the database changes. (The watcher
+// notices changes by other programs within watchInterval.) The response must depend on the URL
+// alone.
+func (a *api) cached(read func(r *http.Request) (response, error)) handler {
+	return func(x *exchange) error {
+		// Counted before the read, which may see later changes, too.
+		changes := a.store.committer.changes.Load()
+		resp, err := a.cache.get(x.r.URL.RequestURI(), changes, func() (response, error) {
+			return read(x.r)
+		})
+		if err != nil {
+			return err
+		}
+		if resp.link != "" {
+			x.Header().Set("Link", resp.link)
+		}
+		x.send(http.StatusOK, resp.body)
+		return nil
+	}
+}
+
+// cache holds the responses that were read since the last change of the database. It makes lists
+// of one page twice as fast. Its zero value is an empty cache.
+type cache struct {
+	mu      sync.Mutex
+	changes int64               // of the database, as counted before the responses were read
+	size    int                 // of the responses, in bytes, roughly
+	entries map[string]readFunc // by URL
+}
+
+// readFunc returns a response. In the cache, the first call reads it, and all others wait for it
+// and share it.
+type readFunc func() (response, error)
+
+// get returns the response for url that was read after this many changes of the database, or more.
+// If there is none, it calls read.
+func (c *cache) get(url string, changes int64, read readFunc) (response, error) {
+	c.mu.Lock()
+	if c.entries == nil || c.changes < changes || c.size > maxCache {
+		c.entries = map[string]readFunc{}
+		c.changes = changes
+		c.size = 0
+	}
+	shared, found := c.entries[url]
+	if !found {
+		url = strings.Clone(url) // it may be part of a longer string, which would stay in memory
+		shared = c.share(url, read)
+		c.entries[url] = shared
+	}
+	c.mu.Unlock()
+
+	return shared()
+}
+
+// share returns a function that calls read once, and gives all its callers the result. If that is
+// an error, or read panics, it deletes the entry for url, so that the next request reads again.
+func (c *cache) share(url string, read readFunc) readFunc {
+	entries := c.entries // get may replace them before the read has ended
+	return sync.OnceValues(func() (resp response, err error) {
+		defer func() {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			if resp.body == nil { // after an error, or a panic
+				delete(entries, url)
+			} else {
+				const overhead = 300 // bytes that an entry takes beside its texts
+				c.size += overhead + len(url) + len(resp.body)
+			}
+		}()
+		return read()
+	})
+}
+
+// parseFilter parses the query of a list. It refuses what it does not know, so that a typo
+// cannot list other animals.
+func parseFilter(rawQuery string) (query url.Values, f filter, err error) {
+	var wrong faults
+	f.limit = defaultLimit
+
+	query, err = url.ParseQuery(rawQuery)
+	wrong.require(err == nil, "the query string is malformed")
+
 	for _, name := range slices.Sorted(maps.Keys(query)) {
+		wrong.require(len(query[name]) == 1, quoted+" must not be repeated", name)
 		value := query[name][0]
 		n, isInt := parseInt(value)
+
 		switch name {
 		case "limit":
-			fl.limit = int(n)
-			f.check(isInt && n >= 1 && n <= maxLimit, "limit must be an integer from 1 to %d", maxLimit)
+			f.limit = int(n)
+			wrong.require(isInt && n >= 1 && n <= maxLimit,
+				"limit must be an integer from 1 to %d", maxLimit)
 		case "status":
-			fl.status = value
-			f.check(slices.Contains(petStatuses, value), statusRule)
+			f.status = value
+			wrong.require(slices.Contains(petStatuses, value), statusRule)
 		case "after":
-			fl.after = n
-			f.check(isInt && n >= 0, "after must be the last id of a page, an integer from 0 to %d", math.MaxInt64)
+			f.after = n
+			wrong.require(isInt && n >= 0,
+				"after must be the last id of a page, an integer from 0 to %d", int64(math.MaxInt64))
 		default:
-			f.add("unknown parameter %.64q", name)
+			wrong.add("unknown parameter "+quoted, name)
 		}
-		f.check(len(query[name]) == 1, "%.64q must not be repeated", name)
 	}
-	return query, fl, f.err()
+	return query, f, wrong.err()
 }
 
 // parseInt parses a decimal int64. It refuses forms such as +1, 01 and -0.
@@ -159,18 +286,25 @@ func parseInt(s string) (int64, bool) {
 
 // checkContentType accepts one Content-Type of application/json, or no such header.
 func checkContentType(values []string) error {
+	if values == nil {
+		return nil
+	}
 	value := strings.Join(values, ", ")
 	mediaType, _, err := mime.ParseMediaType(value)
-	if values != nil && (len(values) > 1 || err != nil || mediaType != "application/json") {
-		return newError(http.StatusUnsupportedMediaType, "Content-Type must be application/json, not %.64q", value)
+	if len(values) > 1 || err != nil || mediaType != "application/json" {
+		return newError(http.StatusUnsupportedMediaType,
+			"Content-Type must be application/json, not "+quoted, value)
 	}
 	return nil
 }
 
-// idempotencyKey returns the value of the Idempotency-Key header, or "" if there is none.
-func idempotencyKey(values []string) (string, error) {
-	key := strings.Join(values, ", ")
-	if values != nil && (len(values) > 1 || key == "" || len(key) > maxIdempotencyKey || !isVisibleASCII(key)) {
+// parseIdempotencyKey returns the value of the Idempotency-Key header, or "" if there is none.
+func parseIdempotencyKey(values []string) (string, error) {
+	if values == nil {
+		return "", nil
+	}
+	key := values[0]
+	if len(values) > 1 || key == "" || len(key) > maxIdempotencyKey || !isVisibleASCII(key) {
 		return "", newError(http.StatusBadRequest,
 			"Idempotency-Key must be one value of 1 to %d visible ASCII characters", maxIdempotencyKey)
 	}
@@ -178,65 +312,90 @@ func idempotencyKey(values []string) (string, error) {
 }
 
 // readBody returns the body of the request, or an apiError: 413, 408 or 400.
-func readBody(x *exchange, r *http.Request) ([]byte, error) {
-	// MaxBytesReader must get the ResponseWriter of net/http, not x, to close the connection after too large a body.
-	body, err := io.ReadAll(http.MaxBytesReader(x.ResponseWriter, r.Body, maxBody))
+func readBody(x *exchange) ([]byte, error) {
+	// MaxBytesReader must get the ResponseWriter of net/http, not x, to close the connection
+	// after too large a body.
+	body, err := io.ReadAll(http.MaxBytesReader(x.ResponseWriter, x.r.Body, maxBody))
 	_, tooLarge := errors.AsType[*http.MaxBytesError](err)
 	switch {
 	case tooLarge:
-		return nil, newError(http.StatusRequestEntityTooLarge, "the request body is larger than %d bytes", maxBody)
+		return nil, newError(http.StatusRequestEntityTooLarge,
+			"the request body is larger than %d bytes", maxBody)
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		return nil, newError(http.StatusRequestTimeout, "the request did not arrive within 10 seconds")
+		return nil, newError(http.StatusRequestTimeout,
+			"the request did not arrive within %.0f seconds", readTimeout.Seconds())
 	case err != nil:
 		return nil, newError(http.StatusBadRequest, "the request body could not be read to its end")
 	}
 	return body, nil
 }
 
-// parseNewPet parses body as a NewPet. Its error lists the faults. json.Unmarshal alone would accept repeated members,
-// null, and names in another case, and would replace invalid Unicode.
+// parseNewPet parses body as a NewPet. Its error lists everything that is wrong.
+//
+// json.Unmarshal alone would accept repeated members, null, and names in another case, and would
+// replace invalid Unicode.
 func parseNewPet(body []byte) (newPet, error) {
 	p := newPet{Status: "available"}
-	if !utf8.Valid(body) {
-		return p, newError(http.StatusBadRequest, "the body must be UTF-8")
+	members, err := openObject(body)
+	if err != nil {
+		return p, err
 	}
-	if !json.Valid(body) { // a Decoder would stop after one value
-		e, _ := errors.AsType[*json.SyntaxError](json.Unmarshal(body, new(any))) // always a SyntaxError
-		return p, newError(http.StatusBadRequest, "the body must be one JSON object: %v, at byte %d", e, e.Offset)
-	}
-	var value json.RawMessage
-	members := json.NewDecoder(bytes.NewReader(body)) // its errors can be ignored: the JSON is valid
-	if first, _ := members.Token(); first != json.Delim('{') {
-		return p, newError(http.StatusBadRequest, "the body must be one JSON object")
-	}
-	var f faults
+
+	var wrong faults
 	seen := map[string]bool{}
 	for members.More() {
-		token, _ := members.Token()
-		name, _ := token.(string)
-		members.Decode(&value)
-		f.check(!seen[name], "%.64q must not be repeated", name)
+		name, value := nextMember(members)
+		wrong.require(!seen[name], quoted+" must not be repeated", name)
 		seen[name] = true
+
 		var ok bool
 		switch name {
 		case "name":
 			p.Name, ok = parseName(value)
-			f.check(ok, "name must be a string of 1 to %d characters, not all white space, "+
+			wrong.require(ok, "name must be a string of 1 to %d characters, not all white space, "+
 				"without U+0000, U+FFFD or unpaired surrogates", maxName)
 		case "categoryId":
 			p.CategoryID, ok = parseInt(string(value))
-			f.check(ok, "categoryId must be an integer from %d to %d, with no fraction, exponent or quotes",
-				math.MinInt64, math.MaxInt64)
+			wrong.require(ok, "categoryId must be an integer from %d to %d, "+
+				"with no fraction, exponent or quotes", int64(math.MinInt64), int64(math.MaxInt64))
 		case "status":
 			p.Status = unquote(value)
-			f.check(slices.Contains(petStatuses, p.Status), statusRule)
+			wrong.require(slices.Contains(petStatuses, p.Status), statusRule)
 		default:
-			f.add("unknown member %.64q", name)
+			wrong.add("unknown member "+quoted, name)
 		}
 	}
-	f.check(seen["name"], "name is required")
-	f.check(seen["categoryId"], "categoryId is required")
-	return p, f.err()
+
+	wrong.require(seen["name"], "name is required")
+	wrong.require(seen["categoryId"], "categoryId is required")
+	return p, wrong.err()
+}
+
+// openObject returns a Decoder that has read the opening brace of the one JSON object in body.
+// All that it reads later is valid.
+func openObject(body []byte) (*json.Decoder, error) {
+	if !utf8.Valid(body) {
+		return nil, newError(http.StatusBadRequest, "the body must be UTF-8")
+	}
+	err := json.Unmarshal(body, new(json.RawMessage)) // a Decoder would stop after one value
+	if syntax, ok := errors.AsType[*json.SyntaxError](err); ok {
+		return nil, newError(http.StatusBadRequest,
+			"the body must be one JSON object: %v, at byte %d", syntax, syntax.Offset)
+	}
+
+	d := json.NewDecoder(bytes.NewReader(body))
+	if first, _ := d.Token(); first != json.Delim('{') {
+		return nil, newError(http.StatusBadRequest, "the body must be one JSON object")
+	}
+	return d, nil
+}
+
+// nextMember returns the next member of an object of valid JSON.
+func nextMember(d *json.Decoder) (name string, value json.RawMessage) {
+	token, _ := d.Token()
+	name, _ = token.(string)
+	d.Decode(&value)
+	return name, value
 }
 
 // unquote returns the string that a valid JSON value stands for, or "" if it is not a string.
@@ -245,14 +404,19 @@ func unquote(value []byte) (s string) {
 	return s
 }
 
-// parseName returns the name in a JSON value, and whether it is valid. (U+FFFD stands for a character that was lost.)
+// parseName returns the name in a valid JSON value, and whether it is a valid name.
+//
+// U+FFFD is not valid, because it stands for a character that was lost: encoding/json returns it
+// for an unpaired surrogate, and other programs for what they cannot decode.
 func parseName(value []byte) (name string, ok bool) {
 	name = unquote(value)
 	blank := strings.TrimSpace(name) == ""
-	return name, !blank && utf8.RuneCountInString(name) <= maxName && !strings.ContainsAny(name, "\x00\ufffd")
+	tooLong := utf8.RuneCountInString(name) > maxName
+	return name, !blank && !tooLong && !strings.ContainsAny(name, "\x00\ufffd")
 }
 
-// faults collects everything that is wrong with a request, so that the client can fix it all at once.
+// faults collects everything that is wrong with a request, so that the client can correct it all
+// at once.
 type faults []string
 
 // add adds a fault.
@@ -260,21 +424,21 @@ func (f *faults) add(format string, args ...any) {
 	*f = append(*f, fmt.Sprintf(format, args...))
 }
 
-// check adds a fault unless ok is true.
-func (f *faults) check(ok bool, format string, args ...any) {
+// require adds a fault unless ok is true.
+func (f *faults) require(ok bool, format string, args ...any) {
 	if !ok {
 		f.add(format, args...)
 	}
 }
 
-// err returns nil if there are no faults, else a 400 that lists them: if there are many, the first few and a count.
+// err returns nil if there are no faults, else a 400 that lists them: if there are many, the
+// first maxFaults and a count.
 func (f faults) err() error {
-	const most = 10
 	if len(f) == 0 {
 		return nil
 	}
-	if more := len(f) - most; more > 0 {
-		f = append(f[:most], fmt.Sprintf("and %d more", more))
+	if more := len(f) - maxFaults; more > 0 {
+		f = append(f[:maxFaults], fmt.Sprintf("and %d more", more))
 	}
 	return newError(http.StatusBadRequest, "%s", strings.Join(f, "; "))
 }

@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"context"
 	"crypto/sha256"
+	"crypto/tls"
 	"crypto/x509"
 	"database/sql"
 	"database/sql/driver"
@@ -16,6 +17,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -36,17 +38,16 @@ import (
 	"testing/iotest"
 	"testing/synctest"
 	"time"
-	"unicode/utf8"
 
 	"modernc.org/sqlite"
 )
 
-// TestMain also lets the test binary be the program itself (see command).
+// TestMain runs the tests, or, in a process that a test has started, the program itself.
 func TestMain(m *testing.M) {
 	watchSQLite()
 	if os.Getenv("ANIMALSTORE_PROCESS") != "" {
 		go func() {
-			io.Copy(io.Discard, os.Stdin) // returns when the test process has ended, even if it was killed
+			io.Copy(io.Discard, os.Stdin) // returns when the test process ends, even if it is killed
 			os.Exit(1)
 		}()
 		main()
@@ -57,21 +58,4745 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
+// Requests and answers.
+
+// allMethods are the methods of HTTP, and one that net/http does not know.
+var allMethods = []string{
+	"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "QUERY",
+}
+
+func TestAllowedMethods(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+
+	cases := []struct {
+		request string
+		body    string
+		status  int
+		want    string
+	}{
+		{request: "GET /v1/pets", status: 200, want: "Rex"},
+		{request: "HEAD /v1/pets", status: 200},
+		{request: "POST /v1/pets", body: `{"name":"Tom","categoryId":8}`, status: 201, want: "Tom"},
+		{request: "GET /v1/pets/1", status: 200, want: "Rex"},
+		{request: "HEAD /v1/pets/1", status: 200},
+		{request: "GET /healthz", status: 200, want: `{"status":"ok"}`},
+		{request: "HEAD /healthz", status: 200},
+		{request: "GET /openapi.json", status: 200, want: string(openAPI)},
+		{request: "HEAD /openapi.json", status: 200},
+	}
+	for _, c := range cases {
+		t.Run(c.request, func(t *testing.T) {
+			method, target, _ := strings.Cut(c.request, " ")
+			s.as(t).do(method, target, c.body).want(c.status, c.want)
+		})
+	}
+}
+
+func TestOtherMethodsAreNotAllowed(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+
+	cases := []struct{ path, allow string }{
+		{path: "/v1/pets", allow: "GET, HEAD, POST"},
+		{path: "/v1/pets/1", allow: "GET, HEAD"},
+		{path: "/v1/pets/2", allow: "GET, HEAD"}, // there is no such animal
+		{path: "/v1/pets/x", allow: "GET, HEAD"},
+		{path: "/healthz", allow: "GET, HEAD"},
+		{path: "/openapi.json", allow: "GET, HEAD"},
+	}
+	for _, c := range cases {
+		for _, method := range allMethods {
+			if slices.Contains(strings.Split(c.allow, ", "), method) {
+				continue
+			}
+			t.Run(method+" "+c.path, func(t *testing.T) {
+				a := s.as(t).do(method, c.path, rex)
+
+				a.want(405, `"method_not_allowed"`, "this path allows only "+c.allow+`"`)
+				a.wantHeader("Allow", c.allow)
+				a.wantHeader("Deprecation", "")
+			})
+		}
+	}
+	s.wantQuery("SELECT count(*) FROM pets", "1")
+}
+
+func TestUnknownPaths(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+
+	paths := []string{
+		"/",
+		"/v1",
+		"/pets",
+		"/V1/pets",
+		"/v1/pets/",
+		"/v1/pets/1/",
+		"/v1/pets/1/name",
+		"//v1/pets",
+		"/v1//pets",
+		"/v1/./pets",
+		"/v1/../v1/pets",
+		"/v1%2Fpets",
+		"/v1/pets/%2F",
+		"/v1/store/orders",
+		"/metrics",
+		"/debug/vars",
+		"/debug/pprof/",
+		"/server.go",
+	}
+	for _, path := range paths {
+		for _, method := range []string{"GET", "POST", "DELETE", "CONNECT"} {
+			t.Run(method+" "+path, func(t *testing.T) {
+				a := s.as(t).do(method, path, "")
+
+				a.want(404, `"not_found"`, "there is nothing at this path")
+				a.wantHeader("Location", "") // a redirect would be to another path
+			})
+		}
+	}
+}
+
+func TestTargetsThatAreNoPath(t *testing.T) {
+	s := parallelService(t)
+
+	for _, request := range []string{"OPTIONS *", "CONNECT example.com:443"} {
+		t.Run(request, func(t *testing.T) {
+			method, target, _ := strings.Cut(request, " ")
+
+			s.as(t).do(method, target, "").want(404, "there is nothing at this path")
+			s.as(t).do(method, target, "", "Authorization:").want(401)
+		})
+	}
+}
+
+func TestParametersOfAListAreChecked(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+
+	const (
+		limitRule = "limit must be an integer from 1 to 100"
+		afterRule = "after must be the last id of a page, an integer from 0 to 9223372036854775807"
+	)
+	cases := []struct{ name, query, want string }{
+		{name: "limit below the minimum", query: "limit=0", want: limitRule},
+		{name: "limit above the maximum", query: "limit=101", want: limitRule},
+		{name: "limit far above the maximum", query: "limit=9223372036854775808", want: limitRule},
+		{name: "negative limit", query: "limit=-1", want: limitRule},
+		{name: "limit with a plus sign", query: "limit=%2B5", want: limitRule},
+		{name: "limit with a leading zero", query: "limit=05", want: limitRule},
+		{name: "limit with a fraction", query: "limit=5.0", want: limitRule},
+		{name: "empty limit", query: "limit=", want: limitRule},
+		{name: "limit without a value", query: "limit", want: limitRule},
+		{name: "status in another case", query: "status=Sold", want: statusRule},
+		{name: "two statuses in one", query: "status=sold,pending", want: statusRule},
+		{name: "empty status", query: "status=", want: statusRule},
+		{name: "negative after", query: "after=-1", want: afterRule},
+		{name: "after beyond int64", query: "after=9223372036854775808", want: afterRule},
+		{name: "after with a leading zero", query: "after=007", want: afterRule},
+		{name: "empty after", query: "after=", want: afterRule},
+		{name: "repeated parameter", query: "limit=5&limit=5", want: `\"limit\" must not be repeated`},
+		{name: "unknown parameter", query: "colour=red", want: `unknown parameter \"colour\"`},
+		{name: "parameter in another case", query: "Limit=5", want: `unknown parameter \"Limit\"`},
+		{name: "semicolon", query: "limit=5;after=1", want: "the query string is malformed"},
+		{name: "broken escape", query: "status=%zz", want: "the query string is malformed"},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			s.as(t).get("/v1/pets?"+c.query).want(400, `"message":"`+c.want+`"`)
+		})
+	}
+}
+
+func TestAllFaultsOfAListAreNamed(t *testing.T) {
+	s := parallelService(t)
+	parameters := func(count int) (query string) {
+		for i := range count {
+			query += fmt.Sprintf("&p%02d=1", i)
+		}
+		return query
+	}
+
+	cases := []struct{ name, query, want string }{
+		{
+			name:  "names a fault of each parameter",
+			query: "limit=0&status=x&foo=1",
+			want:  `"unknown parameter \"foo\"; limit must be an integer from 1 to 100; ` + statusRule + `"`,
+		},
+		{
+			name:  "names two faults of one parameter",
+			query: "foo=1&foo=2",
+			want:  `"\"foo\" must not be repeated; unknown parameter \"foo\""`,
+		},
+		{name: "names up to ten", query: parameters(10), want: `; unknown parameter \"p09\""`},
+		{name: "counts the eleventh", query: parameters(11), want: `\"p09\"; and 1 more"`},
+		{name: "counts what is more", query: parameters(50), want: `\"p09\"; and 40 more"`},
+		{
+			name:  "cuts a long name",
+			query: strings.Repeat("x", 5000),
+			want:  `"unknown parameter \"` + strings.Repeat("x", 64) + `\""`,
+		},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			s.as(t).get("/v1/pets?"+c.query).want(400, c.want)
+		})
+	}
+}
+
+// TestOrderOfFaults sends requests with several faults. Each row lacks the fault of the row above.
+func TestOrderOfFaults(t *testing.T) {
+	s := parallelService(t)
+
+	const (
+		guess = "Authorization: Bearer guess"
+		text  = "Content-Type: text/plain"
+		token = "Idempotency-Key: a b"
+	)
+	cases := []struct {
+		name    string
+		request string
+		headers []string
+		status  int
+		want    string
+	}{
+		{name: "API key", request: "PATCH /v1/dogs", headers: []string{guess, text, token}, status: 401},
+		{name: "path", request: "PATCH /v1/dogs", headers: []string{text, token}, status: 404},
+		{name: "method", request: "PATCH /v1/pets", headers: []string{text, token}, status: 405},
+		{name: "Content-Type", request: "POST /v1/pets", headers: []string{text, token}, status: 415},
+		{
+			name:    "Idempotency-Key",
+			request: "POST /v1/pets",
+			headers: []string{token},
+			status:  400,
+			want:    "Idempotency-Key must be",
+		},
+		{name: "size of the body", request: "POST /v1/pets", status: 413},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			method, target, _ := strings.Cut(c.request, " ")
+			tooLarge := strings.Repeat("x", 64<<10+1) // and not JSON
+
+			s.as(t).do(method, target, tooLarge, c.headers...).want(c.status, c.want)
+		})
+	}
+}
+
+func TestContentTypeIsAccepted(t *testing.T) {
+	s := parallelService(t)
+
+	cases := []struct {
+		name    string
+		headers []string
+	}{
+		{name: "none"},
+		{name: "application/json", headers: []string{"Content-Type: application/json"}},
+		{name: "another case", headers: []string{"Content-Type: Application/JSON"}},
+		{name: "a charset, ignored", headers: []string{`Content-Type: application/json;charset="utf-16"`}},
+		{name: "another parameter", headers: []string{"Content-Type: application/json ; version=1"}},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			s.as(t).post(rex, c.headers...).want(201, `"name":"Rex"`)
+		})
+	}
+}
+
+func TestContentTypeIsRefused(t *testing.T) {
+	s := parallelService(t)
+
+	const rule = "Content-Type must be application/json, not "
+	long := "application/json" + strings.Repeat("x", 99)
+	cases := []struct {
+		name   string
+		values []string
+		quoted string // in the message
+	}{
+		{name: "text", values: []string{"text/plain"}, quoted: "text/plain"},
+		{name: "a form", values: []string{"multipart/form-data"}, quoted: "multipart/form-data"},
+		{name: "a longer name", values: []string{"application/json5"}, quoted: "application/json5"},
+		{name: "empty", values: []string{""}, quoted: ""},
+		{name: "half a parameter", values: []string{"application/json; x"}, quoted: "application/json; x"},
+		{name: "very long", values: []string{long}, quoted: long[:64]},
+		{
+			name:   "two headers",
+			values: []string{"application/json", "application/json"},
+			quoted: "application/json, application/json",
+		},
+		{
+			name:   "two headers that are valid when joined",
+			values: []string{`application/json; x="a`, `b"`},
+			quoted: `application/json; x=\\\"a, b\\\"`, // escaped by %q and by JSON
+		},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			var headers []string
+			for _, v := range c.values {
+				headers = append(headers, "Content-Type: "+v)
+			}
+
+			s.as(t).post(rex, headers...).want(415, rule+`\"`+c.quoted+`\""`)
+		})
+	}
+	s.get("/v1/pets").want(200, "[]")
+}
+
+func TestIgnoredPartsOfRequests(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+
+	cases := []struct {
+		name    string
+		request string
+		headers []string
+		status  int
+	}{
+		{name: "query of a create", request: "POST /v1/pets?limit=x&a;b&%zz", status: 201},
+		{name: "query of a fetch", request: "GET /v1/pets/1?limit=x&a;b&%zz", status: 200},
+		{name: "Accept", request: "GET /v1/pets", headers: []string{"Accept: text/html"}, status: 200},
+		{name: "body of a list", request: "GET /v1/pets", status: 200},
+		{
+			name:    "Content-Type of a list",
+			request: "GET /v1/pets",
+			headers: []string{"Content-Type: text/plain"},
+			status:  200,
+		},
+		{
+			name:    "condition of a list",
+			request: "GET /v1/pets",
+			headers: []string{"If-None-Match: *"},
+			status:  200,
+		},
+		{name: "range of a list", request: "GET /v1/pets", headers: []string{"Range: bytes=0-3"}, status: 200},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			method, target, _ := strings.Cut(c.request, " ")
+			s.as(t).do(method, target, rex, c.headers...).want(c.status, `"name":"Rex"`)
+		})
+	}
+}
+
+// TestWithoutAnAPIKey requests every path with every method. Only what openapi.json calls open is
+// answered.
+func TestWithoutAnAPIKey(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+
+	open := []string{"GET /healthz", "HEAD /healthz", "GET /openapi.json", "HEAD /openapi.json"}
+	paths := []string{
+		"/v1/pets", "/v1/pets/1", "/v1/pets/2", "/healthz", "/openapi.json", // with an operation
+		"/", "/v1", "/v1/pets/", "//v1/pets", "/healthz/", "/metrics", "/debug/pprof/", // without
+	}
+	for _, path := range paths {
+		for _, method := range allMethods {
+			request := method + " " + path
+			t.Run(request, func(t *testing.T) {
+				a := s.as(t).do(method, path, rex, "Authorization:")
+
+				if slices.Contains(open, request) {
+					a.want(200)
+					return
+				}
+				a.want(401)
+				a.wantHeader("Allow", "")
+				if method != "HEAD" {
+					a.want(401, `"unauthorized"`, "Authorization: Bearer API_KEY", "GET /openapi.json")
+				}
+			})
+		}
+	}
+	s.wantQuery("SELECT count(*) FROM pets", "1")
+}
+
+func TestAPIKeyIsAccepted(t *testing.T) {
+	s := parallelService(t)
+
+	cases := []struct{ name, header string }{
+		{name: "the first key", header: "Authorization: Bearer test-key"},
+		{name: "another key", header: "Authorization: Bearer other-key"},
+		{name: "the scheme in another case", header: "Authorization: bEARER test-key"},
+		{name: "more than one space", header: "Authorization: Bearer   test-key"},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			a := s.as(t).get("/v1/pets", c.header).want(200, "[]")
+			a.wantHeader("WWW-Authenticate", "")
+		})
+	}
+}
+
+func TestAPIKeyIsRefused(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+
+	const (
+		missing = `Bearer realm="animalstore"`
+		invalid = `Bearer realm="animalstore", error="invalid_token"`
+	)
+	const valid = "Authorization: Bearer " + testKey
+	cases := []struct {
+		name      string
+		headers   []string
+		challenge string
+	}{
+		{name: "no header", headers: []string{"Authorization:"}, challenge: missing},
+		{name: "another scheme", headers: []string{"Authorization: Basic " + testKey}, challenge: missing},
+		{name: "no scheme", headers: []string{"Authorization: " + testKey}, challenge: missing},
+		{name: "no token", headers: []string{"Authorization: Bearer"}, challenge: missing},
+		{name: "an empty token", headers: []string{"Authorization: Bearer  "}, challenge: missing},
+		{name: "two headers", headers: []string{valid, valid}, challenge: missing},
+		{name: "another key", headers: []string{"Authorization: Bearer guess"}, challenge: invalid},
+		{name: "a longer key", headers: []string{valid + "s"}, challenge: invalid},
+		{name: "a shorter key", headers: []string{"Authorization: Bearer test-ke"}, challenge: invalid},
+		{name: "another case", headers: []string{"Authorization: Bearer TEST-KEY"}, challenge: invalid},
+		{name: "two keys", headers: []string{valid + "," + otherKey}, challenge: invalid},
+	}
+	for _, c := range cases {
+		for _, target := range []string{"/v1/pets", "/v1/pets/1", "/v1/pets?access_token=" + testKey} {
+			t.Run(c.name+" for "+target, func(t *testing.T) {
+				s.as(t).get(target) // so that the page is in the cache
+
+				a := s.as(t).get(target, c.headers...)
+
+				a.want(401, `"unauthorized"`)
+				a.wantHeader("WWW-Authenticate", c.challenge)
+				if strings.Contains(a.body, "Rex") {
+					t.Errorf("%s = %s, want no animal in it", a.request, a.body)
+				}
+			})
+		}
+	}
+}
+
+func TestBodyIsNotReadWithoutAnAPIKey(t *testing.T) {
+	s := parallelService(t)
+	var body readCounter
+	r := httptest.NewRequest("POST", "/v1/pets", &body)
+
+	s.doRequest(r, "Authorization: Bearer guess").want(401)
+
+	if body.reads > 0 {
+		t.Errorf("POST /v1/pets with an invalid key read its body %d times, want 0", body.reads)
+	}
+}
+
+// readCounter is an endless body that counts the calls of Read.
+type readCounter struct{ reads int }
+
+func (c *readCounter) Read(p []byte) (int, error) {
+	c.reads++
+	return len(p), nil
+}
+
+func TestHeadIsGetWithoutABody(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+	s.add("Tom", 8, "sold")
+
+	targets := []string{
+		"/v1/pets?limit=1", // it has a Link
+		"/v1/pets/1",
+		"/healthz",
+		"/openapi.json",
+		"/v1/pets?limit=0",
+		"/v1/pets/3",
+		"/nothing",
+	}
+	for _, target := range targets {
+		for _, key := range []string{testKey, "guess"} {
+			t.Run(target+" with "+key, func(t *testing.T) {
+				get := s.as(t).do("GET", target, "", "Authorization: Bearer "+key)
+				head := s.as(t).do("HEAD", target, "", "Authorization: Bearer "+key)
+
+				get.header.Del("X-Request-Id")
+				head.header.Del("X-Request-Id")
+				same := maps.EqualFunc(head.header, get.header, slices.Equal)
+				if head.status != get.status || !same || head.body != "" {
+					t.Errorf("HEAD %s = %d %v %q, want %d %v and no body",
+						target, head.status, head.header, head.body, get.status, get.header)
+				}
+			})
+		}
+	}
+}
+
+func TestPanicInAHandler(t *testing.T) {
+	t.Parallel()
+	var log bytes.Buffer
+	panics := true
+	s := &service{t: t, server: newServer(map[string]handler{
+		"/": func(x *exchange) error {
+			if panics {
+				panic("a mistake in the code")
+			}
+			return notFound(x)
+		},
+	}, slog.New(slog.NewTextHandler(&log, nil)))}
+	s.client = client{t: t, send: s.respond}
+
+	a := s.get("/")
+	panics = false
+	next := s.get("/")
+
+	a.want(500, `{"code":"internal","message":"internal error","status":500}`)
+	next.want(404)
+	first, _, _ := strings.Cut(log.String(), "\n")
+	for _, words := range []string{
+		"level=ERROR", "status=500", `error="panic: a mistake in the code`,
+		"TestPanicInAHandler", // in the stack
+		a.header.Get("X-Request-Id"),
+	} {
+		if !strings.Contains(first, words) {
+			t.Errorf("GET / logged %s, want %q in it", first, words)
+		}
+	}
+}
+
+// Pages.
+
+func TestListOfNoAnimals(t *testing.T) {
+	s := parallelService(t)
+
+	a := s.get("/v1/pets").want(200)
+
+	if a.body != "[]\n" {
+		t.Errorf("GET /v1/pets = %q, want %q", a.body, "[]\n")
+	}
+	a.wantHeader("Link", "")
+}
+
+func TestListPets(t *testing.T) {
+	s := parallelService(t)
+	var all, sold []pet
+	for i := range 45 {
+		p := s.add(fmt.Sprint("animal ", i), int64(-i), []string{"available", "pending", "sold"}[i%3])
+		all = append(all, p)
+		if i%3 == 2 {
+			sold = append(sold, p)
+		}
+	}
+
+	cases := []struct {
+		name  string
+		query string
+		want  []pet
+		link  string // the target of the Link
+	}{
+		{name: "twenty by default", query: "", want: all[:20], link: "?after=20"},
+		{name: "the smallest limit", query: "?limit=1", want: all[:1], link: "?after=1&limit=1"},
+		{name: "the largest limit", query: "?limit=100", want: all},
+		{name: "a limit that all fit in", query: "?limit=45", want: all},
+		{name: "one too many", query: "?limit=44", want: all[:44], link: "?after=44&limit=44"},
+		{name: "from the start", query: "?after=0&limit=2", want: all[:2], link: "?after=2&limit=2"},
+		{name: "from the middle", query: "?after=7&limit=2", want: all[7:9], link: "?after=9&limit=2"},
+		{name: "the last page", query: "?after=44", want: all[44:]},
+		{name: "after the last animal", query: "?after=45", want: []pet{}},
+		{name: "after the last id", query: "?after=9223372036854775807", want: []pet{}},
+		{name: "one status", query: "?status=sold", want: sold},
+		{name: "a limit that one status fits in", query: "?status=sold&limit=15", want: sold},
+		{
+			name:  "a part of one status",
+			query: "?limit=14&status=sold",
+			want:  sold[:14],
+			link:  "?after=42&limit=14&status=sold",
+		},
+		{
+			name:  "the rest of one status",
+			query: "?after=42&limit=14&status=sold",
+			want:  sold[14:],
+		},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			read := s.as(t).get("/v1/pets" + c.query)
+			cached := s.as(t).get("/v1/pets" + c.query)
+
+			link := ""
+			if c.link != "" {
+				link = "</v1/pets" + c.link + `>; rel="next"`
+			}
+			for _, a := range []reply{read, cached} {
+				a.want(200)
+				a.wantHeader("Link", link)
+				if got := decode[[]pet](a); !slices.Equal(got, c.want) {
+					t.Errorf("%s = %v, want %v", a.request, got, c.want)
+				}
+			}
+		})
+	}
+}
+
+// TestWalkSeesEachAnimalOnce follows the Links, while the list changes.
+func TestWalkSeesEachAnimalOnce(t *testing.T) {
+	t.Parallel()
+
+	cases := []struct{ name, target string }{
+		{name: "of all animals", target: "/v1/pets?limit=4"},
+		{name: "of one status", target: "/v1/pets?limit=4&status=sold"},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			s := parallelService(t)
+			var want []int64
+			for i := range 30 {
+				p := s.add("Rex", 7, []string{"sold", "pending"}[i%2])
+				if p.Status == "sold" || !strings.Contains(c.target, "sold") {
+					want = append(want, p.ID)
+				}
+			}
+
+			var got []int64
+			for target := c.target; target != ""; {
+				a := s.get(target).want(200)
+				for _, p := range decode[[]pet](a) {
+					got = append(got, p.ID)
+				}
+				target = a.nextPage()
+
+				s.add("late", 7, "sold")
+				s.exec("DELETE FROM pets WHERE id = ?", got[0]) // a page by number would shift
+			}
+
+			late := len(got) - len(want)
+			if late < 1 || !slices.Equal(got[:len(want)], want) || got[len(want)] <= 30 {
+				t.Errorf("a walk from %s = ids %v, want %v and late ones", c.target, got, want)
+			}
+			if !slices.IsSorted(got) || len(slices.Compact(slices.Clone(got))) != len(got) {
+				t.Errorf("a walk from %s = ids %v, want each once", c.target, got)
+			}
+		})
+	}
+}
+
+func TestGetPet(t *testing.T) {
+	s := parallelService(t)
+	want := s.add("Rex", 7, "pending")
+	s.exec("INSERT INTO pets (id, name, category_id) VALUES (3, 'Tom', 8), (?, 'Max', 9)", int64(1<<63-1))
+
+	got := decode[pet](s.get("/v1/pets/1").want(200))
+	if got != want {
+		t.Errorf("GET /v1/pets/1 = %v, want %v", got, want)
+	}
+	s.get("/v1/pets/3").want(200, `{"id":3,"name":"Tom","categoryId":8,"status":"available"}`)
+	s.get("/v1/pets/9223372036854775807").want(200, `"name":"Max"`)
+}
+
+func TestGetPetThatDoesNotExist(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "pending")
+	s.exec("INSERT INTO pets (id, name, category_id) VALUES (3, 'Tom', 8)")
+
+	ids := []string{
+		"2", // not the next animal, 3
+		"0",
+		"4",
+		"-1",
+		"-9223372036854775808",
+		"9223372036854775808",
+		"01",
+		"+1",
+		"-0",
+		"1.0",
+		"1e0",
+		"0x1",
+		"%201",
+		"Rex",
+		strings.Repeat("9", 3000),
+	}
+	for _, id := range ids {
+		t.Run(id[:min(len(id), 20)], func(t *testing.T) {
+			s.as(t).get("/v1/pets/"+id).want(404, `"not_found"`, "there is no animal with this id")
+		})
+	}
+}
+
+func TestFetchIsDeprecated(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+
+	cases := []struct {
+		name    string
+		method  string
+		target  string
+		headers []string
+		status  int
+	}{
+		{name: "an animal", method: "GET", target: "/v1/pets/1", status: 200},
+		{name: "an animal again, from the cache", method: "GET", target: "/v1/pets/1", status: 200},
+		{name: "HEAD", method: "HEAD", target: "/v1/pets/1", status: 200},
+		{name: "no animal", method: "GET", target: "/v1/pets/2", status: 404},
+		{name: "no id", method: "GET", target: "/v1/pets/Rex", status: 404},
+		{
+			name:    "no API key",
+			method:  "GET",
+			target:  "/v1/pets/1",
+			headers: []string{"Authorization:"},
+			status:  401,
+		},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			a := s.as(t).do(c.method, c.target, "", c.headers...)
+
+			a.want(c.status)
+			a.wantHeader("Deprecation", "@1795132800") // 20 November 2026
+			a.wantHeader("Sunset", "Thu, 05 Dec 2030 00:00:00 GMT")
+			a.wantHeader("Link", `</v1/pets>; rel="successor-version"`)
+		})
+	}
+
+	other := s.get("/v1/pets")
+	other.wantHeader("Deprecation", "")
+	other.wantHeader("Sunset", "")
+}
+
+// TestListDuringACommit requests the list before a create, during its commit, and after it.
+func TestListDuringACommit(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		synctest.Wait() // until watch sleeps, which must not notice the create
+		var during reply
+		s.onCommit(func() { during = s.get("/v1/pets") })
+		before := s.get("/v1/pets")
+
+		s.add("Rex", 7, "sold")
+		after := s.get("/v1/pets")
+
+		for _, a := range []reply{before, during} {
+			if a.body != "[]\n" {
+				t.Errorf("%s before the commit = %s, want []", a.request, a.body)
+			}
+		}
+		after.want(200, "Rex")
+	})
+}
+
+func TestCreateShowsAtOnce(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		synctest.Wait() // until watch sleeps, which must not notice the create
+		targets := []string{"/v1/pets", "/v1/pets?status=sold"}
+		for _, target := range targets {
+			s.get(target).want(200, "[]")
+		}
+		s.get("/v1/pets/1").want(404)
+
+		s.add("Rex", 7, "sold")
+
+		for _, target := range append(targets, "/v1/pets/1") {
+			s.get(target).want(200, "Rex")
+		}
+	})
+}
+
+func TestEditShowsWithinASecond(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		s.add("old", 7, "sold")
+		time.Sleep(time.Minute + time.Millisecond) // a quiet spell that ends after a look
+		targets := []string{"/v1/pets", "/v1/pets?status=sold", "/v1/pets/1"}
+		for _, target := range targets {
+			s.get(target).want(200, "old") // and now it is in the cache
+		}
+
+		s.exec("UPDATE pets SET name = 'new'")
+		time.Sleep(time.Second)
+
+		for _, target := range targets {
+			s.get(target).want(200, "new")
+		}
+	})
+}
+
+// TestEditDuringARead lets another program edit an animal while a request for it is reading.
+func TestEditDuringARead(t *testing.T) {
+	t.Parallel()
+
+	cases := []struct {
+		name      string
+		meanwhile bool // the page is requested again before the read has ended
+	}{
+		{name: "a request after the read sees the edit"},
+		{name: "a request during the read sees the edit", meanwhile: true},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			withFakeClock(t, func(t *testing.T, s *service) {
+				s.add("old", 7, "sold")
+				reading, goOn := s.holdFirstRead()
+				var first reply
+				var answered sync.WaitGroup
+				answered.Go(func() { first = s.get("/v1/pets") })
+				<-reading
+
+				s.exec("UPDATE animals SET name = 'new'")
+				time.Sleep(time.Second) // until the service has noticed it
+				if c.meanwhile {
+					s.get("/v1/pets").want(200, "new")
+				}
+				close(goOn)
+				answered.Wait()
+
+				first.want(200, "old")
+				s.get("/v1/pets").want(200, "new")
+			})
+		})
+	}
+}
+
+// holdFirstRead makes the service wait when it reads an animal for the first time. It then closes
+// reading, and waits until goOn is closed. Under a fake clock, it returns when the service has
+// noticed the change of the database that this needs.
+func (s *service) holdFirstRead() (reading, goOn chan struct{}) {
+	s.t.Helper()
+	reading, goOn = make(chan struct{}), make(chan struct{})
+	var held atomic.Bool
+	s.onRead(func() error {
+		if held.CompareAndSwap(false, true) {
+			close(reading)
+			<-goOn
+		}
+		return nil
+	})
+	time.Sleep(time.Second)
+	return reading, goOn
+}
+
+func TestRequestsShareOneRead(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		const requests, animals = 100, 5
+		for range animals {
+			s.add("Rex", 7, "sold")
+		}
+		var read atomic.Int64 // animals
+		var sending, answered sync.WaitGroup
+		s.onRead(func() error {
+			read.Add(1)
+			sending.Wait() // until the other requests are on their way
+			return nil
+		})
+		time.Sleep(time.Second) // until the service has noticed what onRead changed
+
+		sending.Add(requests)
+		for range requests {
+			answered.Go(func() {
+				sending.Done()
+				s.get("/v1/pets").want(200, `"id":5,`)
+			})
+		}
+		answered.Wait()
+
+		if n := read.Load(); n != animals {
+			t.Errorf("%d requests for a page read %d animals, want %d", requests, n, animals)
+		}
+	})
+}
+
+func TestErrorIsNotCached(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		synctest.Wait() // until watch sleeps: a change would empty the cache
+		s.add("Rex", 7, "sold")
+		for _, target := range []string{"/v1/pets", "/v1/pets?status=sold", "/v1/pets/1"} {
+			s.onRead(func() error { return errors.New("unreadable") })
+			a := s.get(target).want(500, `"internal error"`)
+			if strings.Contains(a.body, "unreadable") {
+				t.Errorf("%s = %s, want no word of the cause", a.request, a.body)
+			}
+
+			s.onRead(func() error { return nil })
+			s.get(target).want(200, "Rex")
+		}
+	})
+}
+
+func TestPanicIsNotCached(t *testing.T) {
+	t.Parallel()
+	logger := slog.New(slog.NewTextHandler(t.Output(), nil))
+	st, err := openStore(filepath.Join(t.TempDir(), "animals.db"), logger)
+	must(t, err)
+	defer st.close()
+
+	panicked := false
+	read := func(*http.Request) (response, error) {
+		if !panicked {
+			panicked = true
+			panic("a mistake in the code")
+		}
+		return response{body: []byte("[]\n")}, nil
+	}
+	a := &api{store: st}
+	s := &service{t: t, server: newServer(map[string]handler{"/": a.cached(read)}, logger)}
+	s.client = client{t: t, send: s.respond}
+
+	s.get("/v1/pets").want(500, `"internal error"`)
+	s.get("/v1/pets").want(200, "[]")
+}
+
+// TestFailedReadsReleaseTheirConnections fails more reads than there are connections. A connection
+// that is not released would be missing later, and requests would wait forever.
+func TestFailedReadsReleaseTheirConnections(t *testing.T) {
+	s := parallelService(t)
+	for range 3 {
+		s.add("Rex", 7, "sold")
+	}
+
+	cases := []struct {
+		name    string
+		target  string
+		animals int // that can be read before the error
+		status  int
+	}{
+		{name: "a list, at its first animal", target: "/v1/pets?limit=8", status: 500},
+		{name: "a list, at its second animal", target: "/v1/pets?limit=9", animals: 1, status: 500},
+		{name: "a list of one status", target: "/v1/pets?status=sold", status: 500},
+		{name: "an animal", target: "/v1/pets/1", status: 500},
+		{name: "the health check", target: "/healthz", status: 503},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			for range 2 * len(s.connections()) {
+				read := 0
+				s.onRead(func() error {
+					if read++; read > c.animals {
+						return errors.New("unreadable")
+					}
+					return nil
+				})
+				s.as(t).get(c.target).want(c.status)
+			}
+
+			s.onRead(func() error { return nil })
+			s.as(t).get(c.target).want(200)
+		})
+	}
+}
+
+// TestReadsOfAnotherTypeReleaseTheirConnections fails while a row is converted, which leaves rows
+// unread.
+func TestReadsOfAnotherTypeReleaseTheirConnections(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+	s.add("Tom", 8, "sold")
+
+	s.exec(`ALTER TABLE pets RENAME TO animals;
+		CREATE VIEW pets AS SELECT id, NULL AS name, category_id, status FROM animals`)
+	for range 2 * len(s.connections()) {
+		s.get("/v1/pets").want(500)
+		s.get("/v1/pets/1").want(500)
+	}
+	s.exec("DROP VIEW pets; ALTER TABLE animals RENAME TO pets")
+
+	s.get("/v1/pets").want(200, "Rex", "Tom")
+	s.get("/v1/pets/1").want(200, "Rex")
+}
+
+// TestCacheStaysSmall requests many pages. It measures memory, and so does not run in parallel.
+func TestCacheStaysSmall(t *testing.T) {
+	cases := []struct {
+		name     string
+		requests int
+		target   func(i int) string
+	}{
+		{
+			name:     "large pages",
+			requests: 600,
+			target:   func(i int) string { return "/v1/pets?limit=100" + strings.Repeat("&", i) },
+		},
+		{
+			name:     "long URLs",
+			requests: 2000,
+			target: func(i int) string {
+				return fmt.Sprint("/v1/pets?after=", 10000+i, strings.Repeat("&", 9000))
+			},
+		},
+		{
+			name:     "short URLs in long request lines",
+			requests: 2000,
+			target: func(i int) string {
+				return fmt.Sprint("http://", strings.Repeat("x", 10000), "/v1/pets/", 1+i)
+			},
+		},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			s := newService(quiet{t}) // the log of a test is kept in memory, too
+			s.get("/v1/pets").want(200, "[]")
+			s.addMany(c.requests, strings.Repeat("x", 255))
+			eventually(t, "the service notices the animals, and empties its cache", func() bool {
+				return s.get("/v1/pets").body != "[]\n"
+			})
+			before := heapInUse()
+
+			for i := range c.requests {
+				if status := s.statusOf("GET", c.target(i), ""); status != 200 {
+					t.Fatalf("GET %.50s = %d, want 200", c.target(i), status)
+				}
+			}
+
+			grown := heapInUse() - before
+			runtime.KeepAlive(s)
+			if grown > 12<<20 {
+				t.Errorf("%d requests: the heap grew by %d bytes, want 12 MiB at most", c.requests, grown)
+			}
+		})
+	}
+}
+
+// TestCacheOfSmallPagesStaysSmall uses the cache alone, because it takes very many small pages.
+func TestCacheOfSmallPagesStaysSmall(t *testing.T) {
+	const pages = 100_000
+	var c cache
+	before := heapInUse()
+
+	for i := range pages {
+		c.get(fmt.Sprint("/v1/pets?after=", i), 1, func() (response, error) {
+			return response{body: []byte("[]\n")}, nil
+		})
+	}
+
+	grown := heapInUse() - before
+	runtime.KeepAlive(&c)
+	if grown > 16<<20 {
+		t.Errorf("%d small pages: the heap grew by %d bytes, want 16 MiB at most", pages, grown)
+	}
+}
+
+// quiet is a testing.TB whose service does not log to the test.
+type quiet struct{ testing.TB }
+
+// heapInUse returns the number of bytes in the heap that are still needed.
+func heapInUse() int64 {
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return int64(m.HeapAlloc)
+}
+
+// Creates.
+
+func TestCreatePet(t *testing.T) {
+	s := parallelService(t)
+
+	cases := []struct{ name, body, want string }{
+		{
+			name: "an animal without a status is available",
+			body: `{"name":"Rex","categoryId":7}`,
+			want: `"name":"Rex","categoryId":7,"status":"available"`,
+		},
+		{
+			name: "members in another order, with white space",
+			body: ` { "status" : "sold" , "categoryId" : -1 , "name" : " a b " } ` + "\r\n\t",
+			want: `"name":" a b ","categoryId":-1,"status":"sold"`,
+		},
+		{
+			name: "characters of HTML come back as they are",
+			body: `{"name":"<&>","categoryId":0,"status":"pending"}`,
+			want: `"name":"<&>","categoryId":0,"status":"pending"`,
+		},
+		{
+			name: "escapes, in the name of a member too",
+			body: `{"n\u0061me":"\"\\\/\b\f\n\r\t","categoryId":1}`,
+			want: `"name":"\"\\/\b\f\n\r\t","categoryId":1,"status":"available"`,
+		},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			a := s.as(t).post(c.body).want(201)
+
+			id := decode[pet](a).ID
+			if want := fmt.Sprintf("{\"id\":%d,%s}\n", id, c.want); a.body != want {
+				t.Errorf("POST %s = %s, want %s", c.body, a.body, want)
+			}
+			a.wantHeader("Location", fmt.Sprint("/v1/pets/", id))
+			a.wantHeader("Idempotency-Replayed", "")
+		})
+	}
+}
+
+func TestIDsGrowAndAreNotUsedAgain(t *testing.T) {
+	s := parallelService(t)
+
+	s.post(rex).want(201, `"id":1,`)
+	s.post(rex).want(201, `"id":2,`)
+	s.exec("DELETE FROM pets")
+	s.post(rex).want(201, `"id":3,`)
+}
+
+// validBodies are unusual, but accepted.
+var validBodies = []string{
+	"{\r\n\t\"name\":\t\"x\",\r\n\t\"categoryId\":\r\n1,\t\"status\"\n:\r\"pending\"\t}",
+	`{"name":"}]:,{[\"\\","categoryId":-9223372036854775808}`,
+	`{"name":"\uD7A3\uE000\uDBFF\uDFFF\uD800\uDC00","categoryId":9223372036854775807}`,
+	`{"name":"\uD83D\uDC36\u00e9\\uD83D","categoryId":1}`,
+	`{"name":"` + strings.Repeat("🐶", 255) + `","categoryId":0,"status":"available"}`,
+}
+
+func TestAnimalsAreStoredAsSent(t *testing.T) {
+	s := parallelService(t)
+
+	for _, body := range validBodies {
+		t.Run(body, func(t *testing.T) {
+			c := s.as(t)
+			a := c.post(body).want(201)
+			c.wantAsSent(body, a)
+		})
+	}
+}
+
+// wantAsSent checks that a, the response to a create, has the animal that body describes, and that
+// the animal reads back the same.
+func (c *client) wantAsSent(body string, a reply) {
+	c.t.Helper()
+	sent, err := parseJSON(body)
+	must(c.t, err)
+	stored, err := parseJSON(a.body)
+	must(c.t, err)
+
+	for name, value := range sent.(map[string]any) {
+		if at(stored, name) != value {
+			c.t.Errorf("POST %q = %s, want the %s that was sent", body, a.body, name)
+		}
+	}
+	if back := c.get(a.header.Get("Location")); back.body != a.body {
+		c.t.Errorf("%s = %s, want %s", back.request, back.body, a.body)
+	}
+}
+
+// TestClientThatIsGone sends requests whose context has ended, as net/http does for a client that
+// has closed its connection.
+func TestClientThatIsGone(t *testing.T) {
+	s := parallelService(t)
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+
+	create := httptest.NewRequestWithContext(gone, "POST", "/v1/pets", strings.NewReader(rex))
+	s.doRequest(create).want(201)
+	s.doRequest(httptest.NewRequestWithContext(gone, "GET", "/v1/pets/1", nil)).want(200, "Rex")
+	s.doRequest(httptest.NewRequestWithContext(gone, "GET", "/v1/pets", nil)).want(200, "Rex")
+}
+
+// Rules in the messages about a body.
+const (
+	nameRule = "name must be a string of 1 to 255 characters, not all white space, " +
+		"without U+0000, U+FFFD or unpaired surrogates"
+	categoryRule = "categoryId must be an integer from -9223372036854775808 to 9223372036854775807, " +
+		"with no fraction, exponent or quotes"
+)
+
+func TestBodyThatIsNoObject(t *testing.T) {
+	s := parallelService(t)
+
+	const rule = "the body must be one JSON object"
+	cases := []struct{ name, body, want string }{
+		{name: "nothing", body: "", want: rule + ": unexpected end of JSON input, at byte 0"},
+		{name: "white space", body: " ", want: rule + ": unexpected end of JSON input, at byte 1"},
+		{name: "null", body: "null", want: rule},
+		{name: "an array", body: `["name","Rex","categoryId",7]`, want: rule},
+		{name: "an array of one object", body: "[" + rex + "]", want: rule},
+		{name: "a string", body: `"name"`, want: rule},
+		{
+			name: "half an object",
+			body: `{"name":"x","categoryId":1 `,
+			want: rule + ": unexpected end of JSON input, at byte 27",
+		},
+		{
+			name: "a trailing comma",
+			body: `{"name":"x","categoryId":1,}`,
+			want: rule + ": invalid character '}' looking for beginning of object key string, at byte 28",
+		},
+		{
+			name: "two objects",
+			body: rex + "{}",
+			want: rule + ": invalid character '{' after top-level value, at byte 30",
+		},
+		{
+			name: "a number with a leading zero",
+			body: `{"name":"x","categoryId":01}`,
+			want: rule + ": invalid character '1' after object key:value pair, at byte 27",
+		},
+		{name: "invalid UTF-8", body: "{\"name\":\"\xff\",\"categoryId\":1}", want: "the body must be UTF-8"},
+		{name: "an encoded surrogate", body: "{\"name\":\"\xed\xa0\x80\"}", want: "the body must be UTF-8"},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			s.as(t).post(c.body).want(400, `"message":"`+c.want+`"`)
+		})
+	}
+	s.get("/v1/pets").want(200, "[]")
+}
+
+func TestMembersOfABodyAreChecked(t *testing.T) {
+	s := parallelService(t)
+
+	cases := []struct{ name, body, want string }{
+		{name: "no name", body: `{"categoryId":1}`, want: "name is required"},
+		{name: "no categoryId", body: `{"name":"x"}`, want: "categoryId is required"},
+		{name: "null as name", body: `{"name":null,"categoryId":1}`, want: nameRule},
+		{name: "a number as name", body: `{"name":1,"categoryId":1}`, want: nameRule},
+		{name: "an empty name", body: `{"name":"","categoryId":1}`, want: nameRule},
+		{name: "a name of white space", body: `{"name":" \u00a0\u2003\u3000\u0085","categoryId":1}`, want: nameRule},
+		{name: "U+0000 in the name", body: `{"name":"a\u0000b","categoryId":1}`, want: nameRule},
+		{name: "U+FFFD in the name", body: `{"name":"a\uFFFDb","categoryId":1}`, want: nameRule},
+		{name: "half a surrogate pair", body: `{"name":"\uD83D","categoryId":1}`, want: nameRule},
+		{name: "a surrogate and another escape", body: `{"name":"\uD800\uE000","categoryId":1}`, want: nameRule},
+		{
+			name: "a name of 256 characters",
+			body: `{"name":"` + strings.Repeat("é", 256) + `","categoryId":1}`,
+			want: nameRule,
+		},
+		{name: "null as categoryId", body: `{"name":"x","categoryId":null}`, want: categoryRule},
+		{name: "a string as categoryId", body: `{"name":"x","categoryId":"1"}`, want: categoryRule},
+		{name: "a fraction", body: `{"name":"x","categoryId":1.0}`, want: categoryRule},
+		{name: "an exponent", body: `{"name":"x","categoryId":1e2}`, want: categoryRule},
+		{name: "minus zero", body: `{"name":"x","categoryId":-0}`, want: categoryRule},
+		{name: "more than int64", body: `{"name":"x","categoryId":9223372036854775808}`, want: categoryRule},
+		{name: "less than int64", body: `{"name":"x","categoryId":-9223372036854775809}`, want: categoryRule},
+		{name: "null as status", body: `{"name":"x","categoryId":1,"status":null}`, want: statusRule},
+		{name: "an empty status", body: `{"name":"x","categoryId":1,"status":""}`, want: statusRule},
+		{name: "a status in another case", body: `{"name":"x","categoryId":1,"status":"Sold"}`, want: statusRule},
+		{name: "an array as status", body: `{"status":["sold",[{}]],"name":"x","categoryId":1}`, want: statusRule},
+		{name: "an unknown member", body: `{"name":"x","categoryId":1,"id":5}`, want: `unknown member \"id\"`},
+		{
+			name: "a member with a capital letter",
+			body: `{"Name":"x","categoryId":1}`,
+			want: `unknown member \"Name\"; name is required`,
+		},
+		{
+			name: "a member in another case",
+			body: `{"name":"x","categoryID":1}`,
+			want: `unknown member \"categoryID\"; categoryId is required`,
+		},
+		{
+			name: "a repeated member",
+			body: `{"name":"x","name":"x","categoryId":1}`,
+			want: `\"name\" must not be repeated`,
+		},
+		{
+			name: "a member that an escape repeats",
+			body: `{"name":"x","n\u0061me":"y","categoryId":1}`,
+			want: `\"name\" must not be repeated`,
+		},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			s.as(t).post(c.body).want(400, `"message":"`+c.want+`"`)
+		})
+	}
+	s.get("/v1/pets").want(200, "[]")
+}
+
+func TestAllFaultsOfABodyAreNamed(t *testing.T) {
+	s := parallelService(t)
+
+	long := strings.Repeat("x", 99)
+	cut := `\"` + long[:64] + `\"`
+	cases := []struct{ name, body, want string }{
+		{
+			name: "names all that is missing",
+			body: `{}`,
+			want: `"name is required; categoryId is required"`,
+		},
+		{
+			name: "names a fault of each member",
+			body: `{"status":1,"name":1,"x":{"name":2},"categoryId":[]}`,
+			want: `"` + statusRule + "; " + nameRule + `; unknown member \"x\"; ` + categoryRule + `"`,
+		},
+		{
+			name: "cuts a long name",
+			body: `{"name":"x","categoryId":1,"` + long + `":1,"` + long + `":1}`,
+			want: `"unknown member ` + cut + "; " + cut + " must not be repeated; unknown member " + cut + `"`,
+		},
+		{
+			name: "names ten and counts what is more",
+			body: `{"a":1,"b":1,"c":1,"d":1,"e":1,"f":1,"g":1,"h":1,"i":1,"j":1}`,
+			want: `unknown member \"j\"; and 2 more"`,
+		},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			s.as(t).post(c.body).want(400, c.want)
+		})
+	}
+}
+
+func TestSizeOfABody(t *testing.T) {
+	s := parallelService(t)
+
+	largest := rex + strings.Repeat(" ", 64<<10-len(rex))
+	cases := []struct {
+		name   string
+		body   io.Reader
+		status int
+		want   string
+	}{
+		{name: "the largest", body: strings.NewReader(largest), status: 201, want: "Rex"},
+		{name: "the largest, chunked", body: chunked(largest), status: 201, want: "Rex"},
+		{name: "one byte more", body: strings.NewReader(largest + " "), status: 413, want: "65536 bytes"},
+		{name: "one byte more, chunked", body: chunked(largest, " "), status: 413, want: "65536 bytes"},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			r := httptest.NewRequest("POST", "/v1/pets", c.body)
+			s.as(t).doRequest(r).want(c.status, c.want)
+		})
+	}
+	s.wantQuery("SELECT count(*) FROM pets", "2")
+}
+
+// chunked returns the body of a request without Content-Length.
+func chunked(parts ...string) io.Reader {
+	var readers []io.Reader
+	for _, part := range parts {
+		readers = append(readers, strings.NewReader(part))
+	}
+	return io.MultiReader(readers...)
+}
+
+func TestInterruptedBody(t *testing.T) {
+	s := parallelService(t)
+
+	for _, received := range []string{"", `{"name":`, rex} {
+		t.Run("after "+received, func(t *testing.T) {
+			body := io.MultiReader(strings.NewReader(received), iotest.ErrReader(io.ErrUnexpectedEOF))
+			r := httptest.NewRequest("POST", "/v1/pets", body)
+			s.as(t).doRequest(r).want(400, "the request body could not be read to its end")
+		})
+	}
+	s.get("/v1/pets").want(200, "[]")
+}
+
+func TestIdempotencyKey(t *testing.T) {
+	t.Parallel()
+
+	cases := []struct {
+		name      string
+		meanwhile string // SQL, run before the repeat
+		repeat    string
+		stored    string // animals, at the end
+	}{
+		{name: "the same body", repeat: rex, stored: "1"},
+		{
+			name:   "the same animal in another notation",
+			repeat: `{ "status":"available", "categoryId":7, "name":"\u0052ex" }`,
+			stored: "1",
+		},
+		{
+			name:      "after an edit",
+			meanwhile: "UPDATE pets SET name = 'edited', status = 'sold'",
+			repeat:    rex,
+			stored:    "1",
+		},
+		{name: "after a deletion", meanwhile: "DELETE FROM pets", repeat: rex, stored: "0"},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			s := parallelService(t)
+			first := s.post(rex, "Idempotency-Key: k").want(201)
+			s.exec(c.meanwhile)
+
+			again := s.post(c.repeat, "Idempotency-Key: k").want(201)
+
+			if again.body != first.body {
+				t.Errorf("POST %s again = %s, want %s", c.repeat, again.body, first.body)
+			}
+			again.wantHeader("Location", first.header.Get("Location"))
+			again.wantHeader("Idempotency-Replayed", "true")
+			first.wantHeader("Idempotency-Replayed", "")
+			s.wantQuery("SELECT count(*) FROM pets", c.stored)
+		})
+	}
+}
+
+func TestIdempotencyKeyAfterARestart(t *testing.T) {
+	s := parallelService(t)
+	first := s.post(rex, "Idempotency-Key: k").want(201)
+	must(t, s.close())
+
+	s = openService(t, s.file)
+	again := s.post(rex, "Idempotency-Key: k").want(201, first.body)
+
+	again.wantHeader("Idempotency-Replayed", "true")
+	s.wantQuery("SELECT count(*) FROM pets", "1")
+}
+
+func TestIdempotencyKeyOfAnotherAnimal(t *testing.T) {
+	s := parallelService(t)
+	first := s.post(rex, "Idempotency-Key: k").want(201)
+
+	cases := []struct{ name, body string }{
+		{name: "another name", body: `{"name":"rex","categoryId":7}`},
+		{name: "another category", body: `{"name":"Rex","categoryId":8}`},
+		{name: "another status", body: `{"name":"Rex","categoryId":7,"status":"sold"}`},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			a := s.as(t).post(c.body, "Idempotency-Key: k")
+
+			a.want(422, `"idempotency_key_reused"`, "this Idempotency-Key was used for another animal")
+			a.wantHeader("Location", "")
+			a.wantHeader("Idempotency-Replayed", "")
+		})
+	}
+
+	s.post(rex, "Idempotency-Key: k").want(201, first.body)
+	s.wantQuery("SELECT count(*) FROM pets", "1")
+}
+
+func TestIdempotencyKeysAreApart(t *testing.T) {
+	s := parallelService(t)
+	first := s.post(rex, "Idempotency-Key: k").want(201)
+
+	cases := []struct {
+		name    string
+		headers []string
+	}{
+		{name: "no key"},
+		{name: "no key again"},
+		{name: "another key", headers: []string{"Idempotency-Key: k2"}},
+		{name: "the key in another case", headers: []string{"Idempotency-Key: K"}},
+		{
+			name:    "the key of another caller",
+			headers: []string{"Idempotency-Key: k", "Authorization: Bearer " + otherKey},
+		},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			a := s.as(t).post(rex, c.headers...).want(201)
+
+			a.wantHeader("Idempotency-Replayed", "")
+			if a.body == first.body {
+				t.Errorf("POST with %q = %s, want an animal of its own", c.headers, a.body)
+			}
+		})
+	}
+	s.post(rex, "Idempotency-Key: k").want(201, first.body)
+}
+
+func TestIdempotencyKeyIsChecked(t *testing.T) {
+	s := parallelService(t)
+
+	const rule = "Idempotency-Key must be one value of 1 to 255 visible ASCII characters"
+	longest := "!" + strings.Repeat("~", 254)
+	cases := []struct {
+		name   string
+		values []string
+		status int
+		want   string
+	}{
+		{name: "longest", values: []string{longest}, status: 201},
+		{name: "too long", values: []string{longest + "~"}, status: 400, want: rule},
+		{name: "empty", values: []string{""}, status: 400, want: rule},
+		{name: "a space", values: []string{"a b"}, status: 400, want: rule},
+		{name: "a control character", values: []string{"\x7f"}, status: 400, want: rule},
+		{name: "not ASCII", values: []string{"é"}, status: 400, want: rule},
+		{name: "two headers", values: []string{"a", "a"}, status: 400, want: rule},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			var headers []string
+			for _, v := range c.values {
+				headers = append(headers, "Idempotency-Key: "+v)
+			}
+
+			s.as(t).post(rex, headers...).want(c.status, c.want)
+		})
+	}
+	s.wantQuery("SELECT count(*) FROM pets", "1")
+}
+
+func TestInvalidCreateLeavesItsIdempotencyKeyUnused(t *testing.T) {
+	s := parallelService(t)
+
+	s.post(`{"name":1}`, "Idempotency-Key: k").want(400, "name must be")
+	s.post(rex, "Idempotency-Key: k").want(201).wantHeader("Idempotency-Replayed", "")
+	s.post(`{"name":1}`, "Idempotency-Key: k").want(400, "name must be") // and not 422
+}
+
+func TestConcurrentRepeatsAddOneAnimal(t *testing.T) {
+	s := parallelService(t)
+	var replies [20]reply
+	var answered sync.WaitGroup
+
+	for i := range replies {
+		answered.Go(func() { replies[i] = s.post(rex, "Idempotency-Key: k") })
+	}
+	answered.Wait()
+
+	first := 0
+	for _, a := range replies {
+		a.want(201, replies[0].body)
+		if a.header.Get("Idempotency-Replayed") == "" {
+			first++
+		}
+	}
+	if first != 1 {
+		t.Errorf("%d of %d responses are not replayed, want 1", first, len(replies))
+	}
+	s.wantQuery("SELECT count(*) FROM pets", "1")
+}
+
+func TestIdempotencyKeyIsRememberedForADay(t *testing.T) {
+	cases := []struct {
+		name     string
+		age      time.Duration
+		replayed string // the header of a repeat
+	}{
+		{name: "remembered for 24 hours", age: 24 * time.Hour, replayed: "true"},
+		{name: "forgotten a second later", age: 24*time.Hour + time.Second, replayed: ""},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			withFakeClock(t, func(t *testing.T, s *service) {
+				s.post(rex, "Idempotency-Key: k").want(201)
+				s.ageIdempotencyKeys(c.age)
+
+				s.post(rex, "Idempotency-Key: k").want(201).
+					wantHeader("Idempotency-Replayed", c.replayed)
+				s.post(rex, "Idempotency-Key: k").want(201).
+					wantHeader("Idempotency-Replayed", "true")
+			})
+		})
+	}
+}
+
+// TestIdempotencyKeysDoNotPileUp checks that each create that brings a key deletes two that have
+// expired, and no others.
+func TestIdempotencyKeysDoNotPileUp(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		for i := range 5 {
+			s.post(rex, fmt.Sprint("Idempotency-Key: old-", i)).want(201)
+		}
+		s.ageIdempotencyKeys(25 * time.Hour)
+
+		s.post(rex).want(201) // without a key
+		s.wantQuery("SELECT count(*) FROM idempotency_keys", "5")
+		for i, want := range []string{"4", "3", "3", "4"} {
+			s.post(rex, fmt.Sprint("Idempotency-Key: new-", i)).want(201)
+			s.wantQuery("SELECT count(*) FROM idempotency_keys", want)
+		}
+		s.wantQuery("SELECT count(*) FROM idempotency_keys WHERE key LIKE 'new-%'", "4")
+	})
+}
+
+// ageIdempotencyKeys sets back the time at which the keys were used. They must just have been used,
+// under a fake clock.
+func (s *service) ageIdempotencyKeys(age time.Duration) {
+	s.t.Helper()
+	now := fmt.Sprint(time.Now().Unix())
+	s.wantQuery("SELECT group_concat(DISTINCT created) FROM idempotency_keys", now)
+	s.exec("UPDATE idempotency_keys SET created = ?", time.Now().Add(-age).Unix())
+}
+
+// TestWaitingCreatesShareOneCommit adds animals to a locked database, until it happened that one
+// commit stored all that waited. Creations may come too late for that, but always get their
+// results.
+func TestWaitingCreatesShareOneCommit(t *testing.T) {
+	s := parallelService(t)
+	var commits atomic.Int64
+	s.onCommit(func() { commits.Add(1) })
+
+	rounds := 0
+	eventually(t, "one commit stores all", func() bool {
+		rounds++
+		commits.Store(0)
+		statuses := s.createWhileLocked(20, fmt.Sprint("round ", rounds))
+
+		if statuses[201] != 10 || statuses[422] != 10 {
+			t.Fatalf("10 pairs of creates with one Idempotency-Key = %v, want 10 each of 201 and 422", statuses)
+		}
+		return commits.Load() == 1
+	})
+	s.wantQuery("SELECT count(*) FROM pets", fmt.Sprint(10*rounds))
+}
+
+// createWhileLocked adds animals while the database is locked, two different ones with each
+// Idempotency-Key, and unlocks it. It returns how often each status came.
+func (s *service) createWhileLocked(count int, name string) (statuses map[int]int) {
+	s.t.Helper()
+	unlock := s.lock()
+	replies := make([]reply, count)
+	var begun, answered sync.WaitGroup
+	begun.Add(count)
+	for i := range replies {
+		answered.Go(func() {
+			body := encode(newPet{Name: fmt.Sprint(name, " ", i), CategoryID: 7, Status: "sold"})
+			key := strings.ReplaceAll(name, " ", "-") + "-" + strconv.Itoa(i/2)
+			begun.Done()
+			replies[i] = s.post(string(body), "Idempotency-Key: "+key)
+		})
+	}
+	begun.Wait()
+	unlock()
+	answered.Wait()
+
+	statuses = map[int]int{}
+	for _, a := range replies {
+		statuses[a.status]++
+	}
+	return statuses
+}
+
+// The log.
+
+func TestLogOfARequest(t *testing.T) {
+	t.Parallel()
+
+	const key = " key=62af8704" // the first bytes of the SHA-256 sum of testKey
+	long := strings.Repeat("x", 1024)
+	cases := []struct {
+		name     string
+		request  string
+		headers  []string
+		status   int
+		has, not []string
+	}{
+		{
+			name:    "a list, without its query",
+			request: "GET /v1/pets?after=7",
+			status:  200,
+			has: []string{
+				"level=INFO msg=request id=",
+				" client=192.0.2.1:1234 method=GET path=/v1/pets status=200 bytes=3 duration=0s" + key + "\n",
+			},
+			not: []string{"after", "error"},
+		},
+		{name: "no body", request: "HEAD /v1/pets", status: 200, has: []string{" bytes=0 "}, not: []string{"error"}},
+		{
+			name:    "an X-Request-Id of the client",
+			request: "GET /v1/pets",
+			headers: []string{"X-Request-Id: mine"},
+			status:  200,
+			not:     []string{"mine"},
+		},
+		{
+			name:    "a fault of the client",
+			request: "GET /v1/pets?limit=0",
+			status:  400,
+			has:     []string{"level=INFO", key, ` error="limit must be an integer from 1 to 100"`},
+		},
+		{
+			name:    "an invalid API key",
+			request: "GET /v1/pets",
+			headers: []string{"Authorization: Bearer guess"},
+			status:  401,
+			has:     []string{"level=INFO", ` error="a valid API key is required`},
+			not:     []string{"guess", "key="},
+		},
+		{
+			name:    "a line break in the path",
+			request: "GET /v1/pets/x%0Ay",
+			status:  404,
+			has:     []string{` path="/v1/pets/x\ny" status=404`},
+		},
+		{
+			name:    "a long method and path",
+			request: long + "y /" + long + "y",
+			status:  404,
+			has:     []string{" method=" + long + " path=/" + long[1:] + " status=404 "},
+		},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			var log bytes.Buffer
+			withFakeClock(t, func(t *testing.T, s *service) {
+				log.Reset()
+
+				method, target, _ := strings.Cut(c.request, " ")
+				a := s.do(method, target, "", c.headers...).want(c.status)
+
+				a.wantLog(log.String(), c.has, c.not)
+			}, &log)
+		})
+	}
+}
+
+// TestCauseIsOnlyLogged checks that the log has the cause of a 500 or 503, and the response not.
+func TestCauseIsOnlyLogged(t *testing.T) {
+	cases := []struct {
+		name   string
+		target string
+		status int
+	}{
+		{name: "of a list", target: "/v1/pets", status: 500},
+		{name: "of a fetch", target: "/v1/pets/1", status: 500},
+		{name: "of the health check", target: "/healthz", status: 503},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			var log bytes.Buffer
+			withFakeClock(t, func(t *testing.T, s *service) {
+				s.add("Rex", 7, "sold")
+				s.onRead(func() error { return errors.New("the dog ate it") })
+				log.Reset()
+
+				a := s.get(c.target).want(c.status)
+
+				a.wantLog(log.String(), []string{"level=ERROR", "the dog ate it"}, nil)
+				if strings.Contains(a.body, "dog") {
+					t.Errorf("%s = %s, want no word of the cause", a.request, a.body)
+				}
+			}, &log)
+		})
+	}
+}
+
+// wantLog checks that a log consists of one line, that of the request which a answers. It must
+// contain the words of has, and none of not.
+func (a reply) wantLog(log string, has, not []string) {
+	a.t.Helper()
+	if strings.Count(log, "\n") != 1 {
+		a.t.Errorf("%s logged %s, want one line", a.request, log)
+	}
+	has = append(has, " id="+a.header.Get("X-Request-Id")+" ", fmt.Sprintf(" status=%d ", a.status))
+	for _, words := range has {
+		if !strings.Contains(log, words) {
+			a.t.Errorf("%s logged %s, want %q in it", a.request, log, words)
+		}
+	}
+	for _, words := range append(not, testKey) {
+		if strings.Contains(log, words) {
+			a.t.Errorf("%s logged %s, want no %q in it", a.request, log, words)
+		}
+	}
+}
+
+func TestDurationInTheLog(t *testing.T) {
+	var log bytes.Buffer
+	withFakeClock(t, func(t *testing.T, s *service) {
+		s.add("Rex", 7, "sold")
+		s.onRead(func() error {
+			time.Sleep(3 * time.Second)
+			return nil
+		})
+		log.Reset()
+
+		s.get("/v1/pets/1").want(200)
+
+		if !strings.Contains(log.String(), " duration=3s ") {
+			t.Errorf("a request that took 3 s logged %s", log.String())
+		}
+	}, &log)
+}
+
+func TestRequestIDsDiffer(t *testing.T) {
+	s := parallelService(t)
+
+	a, b := s.get("/v1/pets"), s.get("/v1/pets") // the second from the cache
+
+	if a.header.Get("X-Request-Id") == b.header.Get("X-Request-Id") {
+		t.Errorf("two requests have the X-Request-Id %s", a.header.Get("X-Request-Id"))
+	}
+}
+
+func TestLogKeepsAllLines(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var written bytes.Buffer
+		var want strings.Builder
+		log := newLogWriter(&written)
+
+		for i := range 3000 {
+			fmt.Fprintln(log, "line", i)
+			fmt.Fprintln(&want, "line", i)
+			if i%1000 == 999 {
+				time.Sleep(2 * time.Millisecond) // enough to write a thousand lines in one go
+			}
+		}
+		log.close()
+
+		if written.String() != want.String() {
+			t.Errorf("%d bytes were written, want %d: all lines in their order",
+				written.Len(), want.Len())
+		}
+	})
+}
+
+func TestLogIsWrittenAtOnce(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var written bytes.Buffer
+		log := newLogWriter(&written)
+		defer log.close()
+
+		fmt.Fprintln(log, "line")
+		synctest.Wait()
+
+		if written.String() != "line\n" {
+			t.Errorf("%q was written, want the line", written.String())
+		}
+	})
+}
+
+// TestLogThatStalls writes more to a pipe than fits in the queue, and reads it only after close.
+func TestLogThatStalls(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r, w := io.Pipe()
+		log := newLogWriter(w)
+		start := time.Now()
+
+		for i := range 5000 {
+			fmt.Fprintf(log, "line %04d\n", i)
+		}
+		if took := time.Since(start); took != 0 {
+			t.Errorf("5000 lines took %v, want no wait", took)
+		}
+		log.close()
+		if took := time.Since(start); took != time.Second {
+			t.Errorf("close took %v, want 1s", took)
+		}
+
+		time.AfterFunc(time.Second, func() { w.Close() })
+		text, err := io.ReadAll(r)
+		must(t, err)
+		lines := strings.Count(string(text), "\n")
+		if lines < 1024 || lines == 5000 {
+			t.Errorf("%d lines were written, want at least the 1024 of the queue, and not all", lines)
+		}
+		other := regexp.MustCompile(`line \d{4}\n`).ReplaceAllString(string(text), "")
+		if other != "" || !strings.HasPrefix(string(text), "line 0000\nline 0001\n") {
+			t.Errorf("want the first lines, and no others: %q, and %.40q", other, text)
+		}
+	})
+}
+
+func TestLogThatCannotBeWritten(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		disk := &fullDisk{full: true}
+		log := newLogWriter(disk)
+
+		n, err := fmt.Fprintln(log, "lost")
+		synctest.Wait()
+		disk.full = false
+		fmt.Fprintln(log, "kept")
+		log.close()
+
+		if n != len("lost\n") || err != nil {
+			t.Errorf("the line that was lost: %d, %v; want %d and no error", n, err, len("lost\n"))
+		}
+		if disk.text != "kept\n" {
+			t.Errorf("%q was written, want only the line after the error", disk.text)
+		}
+	})
+}
+
+func TestServiceWithABrokenLog(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name   string
+		broken func(p *process)
+	}{
+		{name: "nobody reads it", broken: func(*process) {}},
+		{name: "the other end of the pipe is closed", broken: func(p *process) { p.stderr.Close() }},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			p := start(t, filepath.Join(t.TempDir(), "animals.db"))
+			c.broken(p)
+
+			p.logMuch()
+			p.post(rex).want(201)
+			p.cmd.Process.Signal(syscall.SIGTERM)
+			p.cmd.Wait()
+
+			if status := p.cmd.ProcessState.ExitCode(); status != 0 {
+				t.Errorf("exit status %d, want 0", status)
+			}
+		})
+	}
+}
+
+// TestPanicWithAStalledLog checks that a panic of the store ends the program although nobody reads
+// the stack.
+func TestPanicWithAStalledLog(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "animals.db")
+	p := start(t, file)
+	database{t, file}.exec(
+		"CREATE TRIGGER broken BEFORE INSERT ON pets BEGIN SELECT call('no function'); END")
+
+	p.logMuch()
+	a, err := p.try(httptest.NewRequest("POST", p.url+"/v1/pets", strings.NewReader(rex)))
+	p.cmd.Wait()
+
+	if status := p.cmd.ProcessState.ExitCode(); err == nil || status != 2 {
+		t.Errorf("POST /v1/pets = %d, exit status %d; want no response, 2", a.status, status)
+	}
+}
+
+// API keys.
+
+func TestKeysInTheEnvironment(t *testing.T) {
+	t.Parallel()
+	wantKeys(t, config{apiKeys: " four, #five ,,one", apiKeysSet: true}, keyCheck{
+		accepted: []string{"four", "#five", "one"},
+		refused:  []string{"", ",", "five", "four, #five", " four, #five ,,one", testKey},
+	})
+}
+
+func TestKeysInAFile(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name string
+		file string
+		keys keyCheck
+	}{
+		{
+			name: "one key without a line break",
+			file: "one",
+			keys: keyCheck{accepted: []string{"one"}, refused: []string{"", "on"}},
+		},
+		{
+			name: "white space and blank lines",
+			file: "\n  one \n\n\ttwo\t\n   \n",
+			keys: keyCheck{accepted: []string{"one", "two"}, refused: []string{""}},
+		},
+		{
+			name: "comments, which begin a line",
+			file: "# old, older\none\n\t# oldest\ntwo#2\n#three",
+			keys: keyCheck{
+				accepted: []string{"one", "two#2"},
+				refused:  []string{"old", "older", "# old", "# oldest", "two", "#three", "three"},
+			},
+		},
+		{
+			name: "line breaks of Windows",
+			file: "one\r\n\r\ntwo\r\n",
+			keys: keyCheck{accepted: []string{"one", "two"}, refused: []string{"", "one\r"}},
+		},
+		{
+			name: "a byte order mark before a key",
+			file: "\ufeffone\n",
+			keys: keyCheck{accepted: []string{"one"}, refused: []string{"\ufeffone"}},
+		},
+		{
+			name: "a byte order mark before a comment",
+			file: "\ufeff# none\none\n",
+			keys: keyCheck{accepted: []string{"one"}, refused: []string{"# none"}},
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			wantKeys(t, config{keysFile: writeFile(t, t.TempDir(), "keys", c.file)}, c.keys)
+		})
+	}
+}
+
+func TestKeysInTheEnvironmentAndAFile(t *testing.T) {
+	t.Parallel()
+	file := writeFile(t, t.TempDir(), "keys", "old\nboth\n")
+
+	wantKeys(t, config{keysFile: file, apiKeys: "both,new", apiKeysSet: true}, keyCheck{
+		accepted: []string{"old", "both", "new"},
+		refused:  []string{"", "old,both"},
+	})
+}
+
+func TestKeysInAFileAreEnough(t *testing.T) {
+	t.Parallel()
+	file := writeFile(t, t.TempDir(), "keys", "one\n")
+
+	wantKeys(t, config{keysFile: file, apiKeys: " ,", apiKeysSet: true}, keyCheck{
+		accepted: []string{"one"},
+		refused:  []string{"", ","},
+	})
+}
+
+// TestKeysOfAProcess checks that the real settings reach loadKeys.
+func TestKeysOfAProcess(t *testing.T) {
+	t.Parallel()
+	file := writeFile(t, t.TempDir(), "keys", "filed-key\n")
+
+	p := startCommand(t, command(t, execSelf, "-keys", file))
+
+	p.get("/v1/pets").want(200) // with testKey, which is in API_KEYS
+	p.get("/v1/pets", "Authorization: Bearer filed-key").want(200)
+	p.get("/v1/pets", "Authorization: Bearer "+otherKey).want(401)
+}
+
+func TestServiceWithAKeyOnAnyAddress(t *testing.T) {
+	t.Parallel()
+
+	p := startCommand(t, command(t, execSelf, "-addr", "0.0.0.0:0"))
+
+	p.get("/v1/pets").want(200)
+	_, log := p.stop(syscall.SIGTERM)
+	if strings.Contains(log, testKey) || strings.Contains(log, "api_key") {
+		t.Errorf("the log contains an API key: %s", log)
+	}
+}
+
+func TestServiceWithoutAKeyMakesOne(t *testing.T) {
+	t.Parallel()
+
+	p := startCommand(t, command(t, "unset API_KEYS; "+execSelf))
+
+	key := p.madeKey()
+	p.get("/v1/pets", "Authorization: Bearer "+key).want(200)
+	p.get("/v1/pets", "Authorization: Bearer "+testKey).want(401)
+	p.get("/v1/pets", "Authorization:").want(401)
+	_, log := p.stop(syscall.SIGTERM)
+	if strings.Count(log, key) != 1 || !strings.Contains(log, " keys=1 ") {
+		t.Errorf("want the key once, and keys=1, in the log: %s", log)
+	}
+}
+
+func TestEachStartMakesAnotherKey(t *testing.T) {
+	t.Parallel()
+
+	first := startCommand(t, command(t, "unset API_KEYS; "+execSelf)).madeKey()
+	second := startCommand(t, command(t, "unset API_KEYS; "+execSelf)).madeKey()
+
+	if first == second {
+		t.Errorf("both starts made the key %s", first)
+	}
+}
+
+// Settings.
+
+func TestHelp(t *testing.T) {
+	t.Parallel()
+	for _, flag := range []string{"-h", "-help", "--help"} {
+		t.Run(flag, func(t *testing.T) {
+			dir := t.TempDir()
+
+			o := runWith(t, dir, nil, flag)
+
+			o.wantSuccess(t, dir)
+			for _, setting := range []string{
+				"Usage: animalstore", "-addr HOST:PORT", `(default "127.0.0.1:8080")`, "-db FILE",
+				"-keys FILE", "$API_KEYS", "-tls-cert FILE", "-tls-key FILE", "-backup FILE", "-version",
+			} {
+				if !strings.Contains(o.stdout, setting) {
+					t.Errorf("want %q in %s", setting, o)
+				}
+			}
+		})
+	}
+}
+
+func TestVersion(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+
+	o := runWith(t, dir, nil, "-version")
+
+	o.wantSuccess(t, dir)
+	if o.stdout != "animalstore "+buildVersion()+"\n" {
+		t.Errorf("want the version %s in %s", buildVersion(), o)
+	}
+}
+
+func TestMistakesInTheCommandLine(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name string
+		args []string
+		want string
+	}{
+		{
+			name: "a stray argument",
+			args: []string{"serve"},
+			want: `unexpected argument "serve"`,
+		},
+		{
+			name: "a stray argument after a flag",
+			args: []string{"-addr", "127.0.0.1:0", "two\nlines"},
+			want: `unexpected argument "two\nlines"`,
+		},
+		{
+			name: "an unknown flag",
+			args: []string{"-port", "80"},
+			want: "flag provided but not defined: -port",
+		},
+		{
+			name: "an API key as a flag",
+			args: []string{"-api-key", "secret"},
+			want: "flag provided but not defined: -api-key",
+		},
+		{
+			name: "a flag without its value",
+			args: []string{"-addr"},
+			want: "flag needs an argument: -addr",
+		},
+		{
+			name: "a certificate without its key",
+			args: []string{"-tls-cert", "x"},
+			want: "-tls-cert and -tls-key go together: give both or neither",
+		},
+		{
+			name: "the key of a certificate alone",
+			args: []string{"-tls-key", "x"},
+			want: "-tls-cert and -tls-key go together: give both or neither",
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			dir := t.TempDir()
+
+			o := runWith(t, dir, map[string]string{"API_KEYS": "secret"}, c.args...)
+
+			o.wantError(t, 2, c.want, dir)
+		})
+	}
+}
+
+func TestEmptyFlags(t *testing.T) {
+	t.Parallel()
+	for _, flag := range []string{"-addr", "-db", "-keys", "-tls-cert", "-tls-key", "-backup"} {
+		t.Run(flag, func(t *testing.T) {
+			dir := t.TempDir()
+
+			o := runWith(t, dir, map[string]string{"API_KEYS": "secret"}, flag, "")
+
+			o.wantError(t, 2, flag+" must not be empty", dir)
+		})
+	}
+}
+
+func TestMistakesInTheKeysOfTheEnvironment(t *testing.T) {
+	t.Parallel()
+	const none, invalid = "contain no API key", "an API key must consist of visible ASCII characters"
+	for _, c := range []struct {
+		name    string
+		apiKeys string
+		want    string
+	}{
+		{name: "no text", apiKeys: "", want: none},
+		{name: "blank items alone", apiKeys: " ,\t,", want: none},
+		{name: "a space in a key", apiKeys: "one, my secret", want: "API_KEYS, item 2: " + invalid},
+		{name: "a line break in a key", apiKeys: "my\nsecret", want: "API_KEYS, item 1: " + invalid},
+		{name: "a control character", apiKeys: ",,secret\x7f", want: "API_KEYS, item 3: " + invalid},
+		{name: "an accent", apiKeys: "ésecret", want: "API_KEYS, item 1: " + invalid},
+		{name: "invalid UTF-8", apiKeys: "secret\xff", want: "API_KEYS, item 1: " + invalid},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			dir := t.TempDir()
+
+			o := runWith(t, dir, map[string]string{"API_KEYS": c.apiKeys})
+
+			o.wantError(t, 1, c.want, dir)
+		})
+	}
+}
+
+func TestMistakesInAKeyFile(t *testing.T) {
+	t.Parallel()
+	const none, invalid = "contain no API key", "an API key must consist of visible ASCII characters"
+	for _, c := range []struct {
+		name string
+		file string
+		want string
+	}{
+		{name: "an empty file", file: "", want: none},
+		{name: "comments and blank lines alone", file: "# secret\n\n  \r\n", want: none},
+		{name: "a space", file: "# none\r\none\r\nmy secret\r\n", want: `keys": line 3: ` + invalid},
+		{name: "a comma", file: "one,secret", want: `keys": line 1: ` + invalid},
+		{name: "a comment after a key", file: "secret # new\n", want: `keys": line 1: ` + invalid},
+		{name: "an accent", file: "one\n\nésecret\n", want: `keys": line 3: ` + invalid},
+		{name: "a later byte order mark", file: "one\n\ufeffsecret", want: `line 2: ` + invalid},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			dir := t.TempDir()
+			file := writeFile(t, dir, "keys", c.file)
+
+			o := runWith(t, dir, nil, "-keys", file)
+
+			o.wantError(t, 1, c.want, dir)
+		})
+	}
+}
+
+// TestMistakesInOneOfTwoSourcesOfKeys gives a valid key in API_KEYS, too.
+func TestMistakesInOneOfTwoSourcesOfKeys(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name string
+		file string // "" for none
+		want string
+	}{
+		{name: "an invalid key", file: "my secret", want: `line 1: an API key must consist of`},
+		{name: "no file", file: "", want: `no such file`},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			dir := t.TempDir()
+			file := filepath.Join(dir, "keys")
+			if c.file != "" {
+				writeFile(t, dir, "keys", c.file)
+			}
+
+			o := runWith(t, dir, map[string]string{"API_KEYS": "secret"}, "-keys", file)
+
+			o.wantError(t, 1, c.want, dir)
+		})
+	}
+}
+
+func TestUnreadableKeyFile(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	for _, c := range []struct {
+		name string
+		file string
+		want string
+	}{
+		{name: "a missing file", file: dir + "/none", want: `none": open ` + dir + "/none: no such file"},
+		{name: "a folder", file: dir, want: `": read ` + dir + ": is a directory"},
+		{
+			name: "a name with a line break",
+			file: dir + "/a\nb",
+			want: `/a\nb": open ` + dir + "/a b: no such file",
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			o := runWith(t, dir, nil, "-keys", c.file)
+
+			o.wantError(t, 1, c.want, dir)
+		})
+	}
+}
+
+func TestMistakesInTheAddress(t *testing.T) {
+	t.Parallel()
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	must(t, err)
+	defer taken.Close()
+
+	withKey := map[string]string{"API_KEYS": "secret"}
+	for _, c := range []struct {
+		name string
+		addr string
+		env  map[string]string
+		want string
+	}{
+		{
+			name: "an address in use",
+			addr: taken.Addr().String(),
+			env:  withKey,
+			want: `-addr "` + taken.Addr().String() + `": listen tcp `,
+		},
+		{
+			name: "no port",
+			addr: "127.0.0.1",
+			env:  withKey,
+			want: "missing port in address",
+		},
+		{
+			name: "all addresses without a key",
+			addr: ":0",
+			want: "set API_KEYS or -keys",
+		},
+		{
+			name: "all IPv4 addresses without a key",
+			addr: "0.0.0.0:0",
+			want: "set API_KEYS or -keys",
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			dir := t.TempDir()
+
+			o := runWith(t, dir, c.env, "-addr", c.addr)
+
+			o.wantError(t, 1, c.want, dir)
+		})
+	}
+}
+
+func TestMistakesInTheCertificate(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	cert, key, _ := newCertificate(t, dir)
+	text := writeFile(t, dir, "text", "some text")
+	for _, c := range []struct {
+		name string
+		cert string
+		key  string
+		want string
+	}{
+		{name: "no files", cert: dir + "/none", key: dir + "/none", want: "no such file"},
+		{name: "no key file", cert: cert, key: dir + "/none", want: "no such file"},
+		{name: "no certificate in the file", cert: text, key: key, want: "failed to find any PEM data"},
+		{name: "no key in the file", cert: cert, key: text, want: "failed to find any PEM data"},
+		{name: "the files confused", cert: key, key: cert, want: "-tls-cert and -tls-key: tls: "},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			env := map[string]string{"API_KEYS": "secret"}
+
+			o := runWith(t, dir, env, "-tls-cert", c.cert, "-tls-key", c.key)
+
+			o.wantError(t, 1, c.want, dir)
+		})
+	}
+}
+
+// refused are states of the file animals.db in which the program refuses it.
+var refused = []struct {
+	name  string
+	shell string // makes the state out of a database of this service
+	sql   string // goes on with that
+	want  string
+}{
+	{
+		name:  "a text",
+		shell: "echo some text >animals.db",
+		want:  "file is not a database (26): it is damaged",
+	},
+	{
+		name:  "a folder",
+		shell: "rm animals.db; mkdir animals.db",
+		want:  "unable to open database file (14): it must be a file in an existing folder",
+	},
+	{
+		name:  "a link that leads nowhere",
+		shell: "rm animals.db; ln -s nowhere animals.db",
+		want:  "nowhere: no such file",
+	},
+	{
+		name:  "a link that leads to itself",
+		shell: "rm animals.db; ln -s animals.db animals.db",
+		want:  "too many links",
+	},
+	{
+		name:  "a database of another program",
+		shell: "rm animals.db",
+		sql:   "CREATE TABLE t (x)",
+		want:  "not a database of this service: its application_id is 0",
+	},
+	{
+		name:  "a database of another program, in WAL mode",
+		shell: "rm animals.db",
+		sql:   "PRAGMA journal_mode = WAL; CREATE TABLE t (x)",
+		want:  "not a database of this service",
+	},
+	{
+		name:  "another program's database without tables",
+		shell: "rm animals.db",
+		sql:   "PRAGMA application_id = 7",
+		want:  "not a database of this service",
+	},
+	{
+		name: "a database that has lost its application_id",
+		sql:  "PRAGMA application_id = 0",
+		want: "not a database of this service",
+	},
+	{
+		name:  "the application_id alone",
+		shell: "rm animals.db",
+		sql:   "PRAGMA application_id = 1348826227",
+		want:  "not a database of this service",
+	},
+	{
+		name: "a database of a newer version",
+		sql:  "PRAGMA user_version = 2",
+		want: "a newer version of this service has written it",
+	},
+	{
+		name:  "a database that was cut off",
+		shell: "truncate -s 8192 animals.db",
+		want:  "malformed (11): it is damaged: put a backup in its place",
+	},
+	{
+		name:  "the write-ahead log without its database",
+		shell: "mv animals.db animals.db-wal",
+		want:  `animals.db-wal" is the write-ahead log of one`,
+	},
+	{
+		name:  "an empty file beside a write-ahead log",
+		shell: "mv animals.db animals.db-wal; : >animals.db",
+		want:  `animals.db-wal" is the write-ahead log of one`,
+	},
+	{
+		name:  "a file of one byte beside a write-ahead log",
+		shell: "mv animals.db animals.db-wal; echo >animals.db",
+		want:  `animals.db-wal" is the write-ahead log of one`,
+	},
+	{
+		name:  "a link to an empty file beside a write-ahead log",
+		shell: "mv animals.db target-wal; : >target; ln -s target animals.db",
+		want:  `target-wal" is the write-ahead log of one`,
+	},
+}
+
+func TestRefusedDatabases(t *testing.T) {
+	t.Parallel()
+	for _, c := range refused {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			dir := newDatabaseIn(t, c.shell, c.sql)
+
+			env := map[string]string{"API_KEYS": "secret"}
+			o := runWith(t, dir, env, "-db", dir+"/animals.db")
+
+			o.wantError(t, 1, c.want, dir)
+			o.wantError(t, 1, `-db "`+dir+`/animals.db": `, dir)
+		})
+	}
+}
+
+// TestReadOnlyDatabase marks the database as one of a format that SQLite only reads. For root, who
+// runs tests in containers, no permissions make a file read-only.
+func TestReadOnlyDatabase(t *testing.T) {
+	t.Parallel()
+	dir := newDatabaseIn(t, `printf '\3' | dd of=animals.db bs=1 seek=18 conv=notrunc`, "")
+
+	env := map[string]string{"API_KEYS": "secret"}
+	o := runWith(t, dir, env, "-db", dir+"/animals.db")
+
+	o.wantError(t, 1, "attempt to write a readonly database (8): it must be a file", dir)
+}
+
+func TestDatabaseInAMissingFolder(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+
+	env := map[string]string{"API_KEYS": "secret"}
+	o := runWith(t, dir, env, "-db", dir+"/none/animals.db")
+
+	o.wantError(t, 1, "unable to open database file (14): it must be a file in an existing folder", dir)
+}
+
+func TestBackupOfARefusedDatabase(t *testing.T) {
+	t.Parallel()
+	for _, c := range refused {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			dir := newDatabaseIn(t, c.shell, c.sql)
+
+			o := runWith(t, dir, nil, "-db", dir+"/animals.db", "-backup", dir+"/copy.db")
+
+			o.wantError(t, 1, c.want, dir)
+			o.wantError(t, 1, `-backup "`+dir+`/copy.db" of -db "`+dir+`/animals.db": `, dir)
+		})
+	}
+}
+
+func TestNothingToBackUp(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name  string
+		shell string // changes a database of this service, animals.db
+		want  string
+	}{
+		{
+			name:  "a missing database",
+			shell: "rm animals.db",
+			want:  "unable to open database file (14)",
+		},
+		{
+			name:  "an empty file",
+			shell: ": >animals.db",
+			want:  `animals.db" is empty`,
+		},
+		{
+			name:  "a damaged index",
+			shell: "printf y | dd of=animals.db bs=1 seek=16383 conv=notrunc",
+			want:  "the database is damaged",
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			dir := newDatabaseIn(t, c.shell, "")
+
+			o := runWith(t, dir, nil, "-db", dir+"/animals.db", "-backup", dir+"/copy.db")
+
+			o.wantError(t, 1, c.want, dir)
+		})
+	}
+}
+
+func TestRefusedNamesOfBackups(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name   string
+		shell  string // changes the folder
+		target string
+		want   string
+	}{
+		{
+			name:   "the database itself",
+			shell:  "true",
+			target: "animals.db",
+			want:   `animals.db" exists already`,
+		},
+		{
+			name:   "an existing file",
+			shell:  "echo precious >copy.db",
+			target: "copy.db",
+			want:   `copy.db" exists already`,
+		},
+		{
+			name:   "a link that leads nowhere",
+			shell:  "ln -s nowhere copy.db",
+			target: "copy.db",
+			want:   `copy.db" exists already`,
+		},
+		{
+			name:   "a file beside a write-ahead log",
+			shell:  ": >copy.db-wal",
+			target: "copy.db",
+			want:   `copy.db-wal" exists already`,
+		},
+		{
+			name:   "a file in a missing folder",
+			shell:  "true",
+			target: "none/copy.db",
+			want:   "none/copy.db.",
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			dir := newDatabaseIn(t, c.shell, "")
+
+			o := runWith(t, dir, nil, "-db", dir+"/animals.db", "-backup", dir+"/"+c.target)
+
+			o.wantError(t, 1, c.want, dir)
+		})
+	}
+}
+
+// The database.
+
+func TestPragmasOfTheWritingConnection(t *testing.T) {
+	s := parallelService(t)
+
+	for _, c := range []struct{ pragma, want string }{
+		{pragma: "synchronous", want: "2"}, // FULL
+		{pragma: "fullfsync", want: "1"},
+		{pragma: "checkpoint_fullfsync", want: "1"},
+		{pragma: "journal_mode", want: "wal"},
+		{pragma: "journal_size_limit", want: "64000000"},
+		{pragma: "application_id", want: "1348826227"}, // "Pets"
+		{pragma: "user_version", want: strconv.Itoa(len(migrations))},
+	} {
+		t.Run(c.pragma, func(t *testing.T) {
+			if got := s.pragma(0, c.pragma); got != c.want {
+				t.Errorf("PRAGMA %s = %s, want %s", c.pragma, got, c.want)
+			}
+		})
+	}
+}
+
+// TestConnectionsAreOpenFromTheStart expects all connections before the first request: the one that
+// writes, those that read, and that of the watcher, which waits for no lock.
+func TestConnectionsAreOpenFromTheStart(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		synctest.Wait() // until no connection is in use
+
+		var timeouts []string
+		for i := range s.connections() {
+			timeouts = append(timeouts, s.pragma(i, "busy_timeout"))
+		}
+
+		readers := max(4, runtime.GOMAXPROCS(0))
+		want := append(slices.Repeat([]string{"5000"}, 1+readers), "0")
+		if !slices.Equal(timeouts, want) {
+			t.Errorf("the busy timeouts of the connections are %s, want %s", timeouts, want)
+		}
+	})
+}
+
+func TestSchemaRefusesEdits(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+	db := s.connect()
+
+	for _, edit := range []string{
+		`UPDATE pets SET name = ''`,
+		`UPDATE pets SET name = NULL`,
+		`UPDATE pets SET name = x'00'`,
+		`UPDATE pets SET category_id = 1.5`,
+		`UPDATE pets SET category_id = NULL`,
+		`UPDATE pets SET status = 'lost'`,
+		`UPDATE pets SET status = NULL`,
+		`UPDATE pets SET id = 0`,
+		`INSERT INTO pets (id, name, category_id) VALUES (-1, 'x', 1)`,
+	} {
+		t.Run(edit, func(t *testing.T) {
+			if _, err := db.Exec(edit); err == nil {
+				t.Error("the edit is allowed")
+			}
+		})
+	}
+	s.get("/v1/pets").want(200, `[{"id":1,"name":"Rex","categoryId":7,"status":"sold"}]`)
+}
+
+// TestSchemaHasTheRulesOfTheHandlers compares the schema with the constants of handlers.go.
+func TestSchemaHasTheRulesOfTheHandlers(t *testing.T) {
+	s := parallelService(t)
+	const insert = `INSERT INTO pets (name, category_id, status) VALUES (?, 1, ?)`
+	longest := strings.Repeat("é", maxName)
+
+	for _, status := range petStatuses {
+		s.exec(insert, longest, status)
+	}
+	if _, err := s.connect().Exec(insert, longest+"é", petStatuses[0]); err == nil {
+		t.Errorf("the schema allows a name of %d characters", maxName+1)
+	}
+
+	table := s.query("SELECT sql FROM sqlite_schema WHERE name = 'pets'")
+	if got := strings.Count(table, "status ="); got != len(petStatuses) {
+		t.Errorf("the schema has %d statuses, want %d: %s", got, len(petStatuses), table)
+	}
+	s.exec("INSERT INTO pets (name, category_id) VALUES ('x', 1)")
+	s.wantQuery("SELECT status FROM pets WHERE name = 'x'", "available")
+}
+
+// TestQueriesReadFewPages counts the pages that SQLite looks at. A scan or a sort of this database
+// looks at hundreds.
+func TestQueriesReadFewPages(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name, method, target string
+		most                 int
+	}{
+		{name: "a page", method: "GET", target: "/v1/pets?after=2500&limit=50", most: 20},
+		{name: "a page of a status", method: "GET", target: "/v1/pets?status=pending&after=2500", most: 20},
+		{name: "an animal", method: "GET", target: "/v1/pets/2500", most: 20},
+		{name: "a create", method: "POST", target: "/v1/pets", most: 100},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			withFakeClock(t, func(t *testing.T, s *service) {
+				s.addMany(5000, strings.Repeat("x", 200))
+				s.exec("INSERT INTO idempotency_keys " +
+					"SELECT zeroblob(32), id, 1, id, name, category_id, status FROM pets")
+				before := s.pagesRead()
+
+				s.do(c.method, c.target, rex, "Idempotency-Key: k")
+
+				if n := s.pagesRead() - before; n == 0 || n > c.most {
+					t.Errorf("%s %s reads %d pages, want 1 to %d", c.method, c.target, n, c.most)
+				}
+			})
+		})
+	}
+}
+
+// pagesRead returns how many pages all connections of the service have looked at so far. It needs
+// the fake clock, to know when no connection is in use.
+func (s *service) pagesRead() (n int) {
+	synctest.Wait()
+	for _, conn := range s.connections() {
+		hits, _, _ := conn.(sqlite.DBStatus).Status(sqlite.DBStatusCacheHit, false)
+		misses, _, _ := conn.(sqlite.DBStatus).Status(sqlite.DBStatusCacheMiss, false)
+		n += hits + misses
+	}
+	return n
+}
+
+func TestNewDatabaseIsLogged(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name  string
+		shell string // changes a database of this service, animals.db
+		isNew bool
+	}{
+		{name: "no file", shell: "rm animals.db", isNew: true},
+		{name: "an empty file", shell: ": >animals.db", isNew: true},
+		{name: "a file of one byte", shell: "echo >animals.db", isNew: true},
+		{name: "a database", shell: "true", isNew: false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			file := newDatabaseIn(t, c.shell, "") + "/animals.db"
+			var log bytes.Buffer
+
+			s := openService(t, file, &log)
+
+			s.add("Tom", 3, "sold")
+			line := `level=WARN msg="the database is new and empty" database=` + file
+			if strings.Contains(log.String(), line) != c.isNew {
+				t.Errorf("want a warning: %v; got %s", c.isNew, &log)
+			}
+		})
+	}
+}
+
+func TestOddNamesOfDatabases(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{
+		":memory:", "file:x", "a?mode=memory", "a#b", "100%", "%41", "a b&c", "ä\n", "a;b", `"'`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+
+			s := openService(t, filepath.Join(dir, name))
+
+			s.add("Rex", 7, "sold")
+			s.wantQuery("SELECT count(*) FROM pets", "1")
+			must(t, s.close())
+			wantFiles(t, dir, name)
+		})
+	}
+}
+
+func TestRelativeNameOfTheDatabase(t *testing.T) {
+	t.Parallel()
+	cmd := command(t, execSelf, "-db", ":memory:")
+	cmd.Dir = t.TempDir()
+
+	p := startCommand(t, cmd)
+
+	p.post(rex).want(201)
+	status, log := p.stop(syscall.SIGTERM)
+	absolute := " database=" + filepath.Join(cmd.Dir, ":memory:") + " "
+	if status != 0 || !strings.Contains(log, absolute) {
+		t.Errorf("exit status %d, want 0, and %q in the log: %s", status, absolute, log)
+	}
+	wantFiles(t, cmd.Dir, ":memory:")
+}
+
+func TestLinkToADatabase(t *testing.T) {
+	t.Parallel()
+	dir, target := t.TempDir(), newDatabaseIn(t, "true", "")
+	link := filepath.Join(dir, "link.db")
+	must(t, os.Symlink(filepath.Join(target, "animals.db"), link))
+
+	s := openService(t, link)
+
+	s.get("/v1/pets").want(200, "Rex")
+	s.add("Tom", 3, "sold")
+	wantFiles(t, dir, "link.db")
+	wantFiles(t, target, "animals.db", "animals.db-shm", "animals.db-wal")
+}
+
+// TestLinkIsFollowedOnce lets the link to the database lead to another one while the service runs.
+func TestLinkIsFollowedOnce(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, other *service) {
+		first := newDatabaseIn(t, "true", "") + "/animals.db"
+		link := filepath.Join(t.TempDir(), "link.db")
+		must(t, os.Symlink(first, link))
+		s := openService(t, link)
+
+		must(t, os.Remove(link))
+		must(t, os.Symlink(other.file, link))
+		time.Sleep(time.Second) // until the service has looked at its files
+
+		s.get("/healthz").want(200)
+		s.add("Tom", 3, "sold")
+		database{t, first}.wantQuery("SELECT count(*) FROM pets WHERE name = 'Tom'", "1")
+		other.wantQuery("SELECT count(*) FROM pets", "0")
+	})
+}
+
+// A database that cannot be written or read.
+
+func TestFullDatabase(t *testing.T) {
+	s := parallelService(t)
+	large := string(encode(newPet{Name: strings.Repeat("x", 200), Status: "sold"}))
+	s.pragma(0, "max_page_count = "+s.pragma(0, "page_count"))
+
+	created := -1
+	a := reply{status: 201}
+	for ; a.status == 201; created++ {
+		a = s.post(large)
+	}
+
+	a.want(503, "unavailable")
+	s.get("/v1/pets?limit=1").want(200, "xxx")
+	s.get("/healthz").want(200)
+	s.wantQuery("SELECT count(*) FROM pets", strconv.Itoa(created))
+
+	s.pragma(0, "max_page_count = 1000000")
+	s.post(large).want(201)
+}
+
+func TestLockedDatabase(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+	s.pragma(0, "busy_timeout = 50") // milliseconds, so that the test need not wait for 5 seconds
+
+	unlock := s.lock()
+
+	s.post(rex).want(503, "unavailable")
+	s.get("/v1/pets?limit=2").want(200, "Rex")
+	s.get("/healthz").want(200)
+
+	unlock()
+	s.wantQuery("SELECT count(*) FROM pets", "1")
+	s.post(rex).want(201)
+}
+
+// TestTransactionLeftOpen expects that a create ends a transaction that was left open.
+func TestTransactionLeftOpen(t *testing.T) {
+	s := parallelService(t)
+	_, err := s.connections()[0].ExecContext(t.Context(), "BEGIN", nil)
+	must(t, err)
+
+	s.post(rex).want(503, "unavailable")
+
+	s.wantQuery("SELECT count(*) FROM pets", "0")
+	s.post(rex).want(201)
+}
+
+// TestCreateLooksForTheDatabase replaces the database, and puts it back before the watcher can look:
+// the fake clock stands still.
+func TestCreateLooksForTheDatabase(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		s.add("Rex", 7, "sold")
+		must(t, os.Rename(s.file, s.file+".away"))
+		must(t, os.WriteFile(s.file, nil, 0o600))
+
+		s.post(rex).want(503, "unavailable")
+
+		must(t, os.Rename(s.file+".away", s.file))
+		s.wantQuery("SELECT count(*) FROM pets", "1")
+		s.post(rex).want(201)
+	})
+}
+
+func TestFailedCreateStoresNothing(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name         string
+		damage, mend string // SQL before and after a create that fails
+		cause        string // in the log
+	}{
+		{
+			name: "a trigger refuses",
+			damage: `CREATE TRIGGER refuse BEFORE INSERT ON idempotency_keys
+				BEGIN SELECT RAISE(ABORT, 'not today'); END`,
+			mend:  `DROP TRIGGER refuse`,
+			cause: "not today",
+		},
+		{
+			name: "a trigger leaves the animal out",
+			damage: `CREATE TRIGGER leave_out BEFORE INSERT ON pets
+				BEGIN SELECT RAISE(IGNORE); END`,
+			mend:  `DROP TRIGGER leave_out`,
+			cause: "a trigger in the database left the animal out",
+		},
+		{
+			name: "COMMIT fails",
+			damage: `CREATE TABLE children (id REFERENCES pets DEFERRABLE INITIALLY DEFERRED);
+				CREATE TRIGGER orphan BEFORE INSERT ON pets
+				BEGIN INSERT INTO children VALUES (0); END`,
+			mend:  `DROP TRIGGER orphan`,
+			cause: "FOREIGN KEY constraint failed",
+		},
+		{
+			name:   "a table is missing",
+			damage: `ALTER TABLE idempotency_keys RENAME TO hidden`,
+			mend:   `ALTER TABLE hidden RENAME TO idempotency_keys`,
+			cause:  "no such table",
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			var log strings.Builder
+			s := newService(t, &log)
+			s.pragma(0, "foreign_keys = ON")
+			s.add("Tom", 8, "sold")
+			s.exec(c.damage)
+
+			a := s.post(rex, "Idempotency-Key: k").want(500, "internal")
+
+			if strings.Contains(a.body, c.cause) || !strings.Contains(log.String(), c.cause) {
+				t.Errorf("%q should be in the log alone: %s, log %s", c.cause, a.body, log.String())
+			}
+			s.wantQuery(allIDs, "1")
+
+			s.exec(c.mend)
+			a = s.post(rex, "Idempotency-Key: k").want(201)
+			if a.header["Idempotency-Replayed"] != nil {
+				t.Errorf("the repeat of a failed create is replayed: %s", a.body)
+			}
+			s.wantQuery("SELECT count(*) FROM pets", "2")
+		})
+	}
+}
+
+// TestAnimalThatIsLeftOutFailsAlone lets creates wait for a lock, so that they share a transaction.
+func TestAnimalThatIsLeftOutFailsAlone(t *testing.T) {
+	s := parallelService(t)
+	s.exec(`CREATE TRIGGER leave_out BEFORE INSERT ON pets WHEN new.name = 'left out'
+		BEGIN SELECT RAISE(IGNORE); END`)
+	unlock := s.lock()
+	var begun, answered sync.WaitGroup
+	for _, c := range []struct {
+		name   string
+		status int
+	}{
+		{name: "Rex", status: 201},
+		{name: "left out", status: 500},
+		{name: "Tom", status: 201},
+	} {
+		begun.Add(1)
+		answered.Go(func() {
+			begun.Done()
+			s.post(`{"name":"` + c.name + `","categoryId":7}`).want(c.status)
+		})
+	}
+
+	begun.Wait()
+	unlock()
+	answered.Wait()
+
+	s.wantQuery("SELECT group_concat(name ORDER BY name) FROM pets", "Rex,Tom")
+}
+
+func TestDatabaseThatCannotBeRead(t *testing.T) {
+	s := parallelService(t)
+	s.add("Rex", 7, "sold")
+	s.onRead(func() error { return errors.New("a secret") })
+
+	for _, a := range []reply{
+		s.get("/v1/pets").want(500, "internal"),
+		s.get("/v1/pets/1").want(500, "internal"),
+		s.get("/healthz").want(503, "unavailable"),
+	} {
+		if strings.Contains(a.body, "secret") {
+			t.Errorf("%s = %s, want nothing of the cause", a.request, a.body)
+		}
+	}
+
+	s.onRead(func() error { return nil })
+	s.get("/v1/pets").want(200, "Rex")
+	s.get("/healthz").want(200)
+}
+
+// limitFiles is a line of shell that runs the program with a limit for the size of its files, in
+// KiB. A write beyond it fails, as on a failing disk.
+func limitFiles(size int) string {
+	return fmt.Sprintf(`trap "" XFSZ; ulimit -f %d; `, 2*size) + execSelf
+}
+
+func TestFailingDisk(t *testing.T) {
+	t.Parallel()
+	db := closedDatabase(t, 10000)
+	p := startCommand(t, command(t, limitFiles(50), "-db", db.file)) // for the log
+
+	created := -1
+	a := reply{status: 201}
+	for ; a.status == 201; created++ {
+		a = p.post(rex)
+	}
+
+	a.want(500, "internal")
+	p.awaitLog("level=ERROR .*disk I/O error")
+	p.get("/v1/pets?limit=1").want(200, `"id":1`)
+	p.stop(syscall.SIGKILL)
+
+	start(t, db.file).get("/healthz").want(200)
+	db.wantQuery("PRAGMA integrity_check", "ok")
+	db.wantQuery("SELECT count(*) FROM pets", strconv.Itoa(10000+created))
+}
+
+func TestBackupOnAFailingDisk(t *testing.T) {
+	t.Parallel()
+	db := closedDatabase(t, 0)
+	db.addMany(10000, strings.Repeat("x", 255)) // more than SQLite's cache: it writes a journal
+	dir := t.TempDir()
+
+	cmd := command(t, limitFiles(50), "-db", db.file, "-backup", filepath.Join(dir, "copy.db"))
+	wantRefused(t, cmd, dir, "disk I/O error")
+}
+
+// TestPanicInTheStore expects that a panic there ends the program, which would otherwise go on
+// without a connection, or with an open transaction.
+func TestPanicInTheStore(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct{ name, method, target string }{
+		{name: "in a list", method: "GET", target: "/v1/pets"},
+		{name: "in a fetch", method: "GET", target: "/v1/pets/1"},
+		{name: "in a check of its health", method: "GET", target: "/healthz"},
+		{name: "in a create", method: "POST", target: "/v1/pets"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			s := newService(t)
+			s.add("Rex", 7, "sold")
+			must(t, s.close())
+			p := start(t, s.file)
+			s.onRead(nil) // in the process, there is no function to call, which is a panic
+			s.exec("CREATE TRIGGER broken INSTEAD OF INSERT ON pets " +
+				"BEGIN SELECT call('no function'); END")
+
+			r := httptest.NewRequest(c.method, p.url+c.target, strings.NewReader(rex))
+			if a, err := p.try(r); err == nil {
+				t.Errorf("%s = %d %s, want no response", a.request, a.status, a.body)
+			}
+
+			status, log := p.awaitEnd()
+			if status != 2 || !strings.Contains(log, "panic: ") || !strings.Contains(log, "store.go:") {
+				t.Errorf("exit status %d, want 2; log, which should have the stack: %s", status, log)
+			}
+		})
+	}
+}
+
+// adder adds animals, each with an Idempotency-Key, and keeps what was acknowledged.
+type adder struct {
+	t            *testing.T
+	sent         atomic.Int64 // animals
+	acknowledged sync.Map     // Idempotency-Key to the body of the 201
+}
+
+// add adds animal i, or repeats that. It returns an error if there is no response.
+func (ad *adder) add(p *process, i int64) error {
+	key := fmt.Sprint("animal-", i)
+	body := fmt.Sprintf(`{"name":%q,"categoryId":1}`, key)
+	r := httptest.NewRequest("POST", p.url+"/v1/pets", strings.NewReader(body))
+	a, err := p.try(r, "Idempotency-Key: "+key)
+	if err != nil {
+		return err
+	}
+
+	a.want(201)
+	if before, again := ad.acknowledged.LoadOrStore(key, a.body); again && before != a.body {
+		ad.t.Errorf("%s was acknowledged as %s, and then as %s", key, before, a.body)
+	}
+	return nil
+}
+
+// addUntilKilled adds new animals from many clients, and kills the program.
+func (ad *adder) addUntilKilled(p *process) {
+	before := ad.sent.Load()
+	var clients sync.WaitGroup
+	for range 16 {
+		clients.Go(func() {
+			for ad.add(p, ad.sent.Add(1)-1) == nil {
+			}
+		})
+	}
+
+	eventually(ad.t, "some animals are added", func() bool { return ad.sent.Load() > before+60 })
+	p.stop(syscall.SIGKILL)
+	clients.Wait()
+}
+
+// TestKilledProcessLosesNothing kills the program several times while clients add animals, and
+// repeats all creates each time.
+func TestKilledProcessLosesNothing(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), "animals.db")
+	ad := &adder{t: t}
+
+	for range 6 {
+		p := start(t, file)
+		for i := range ad.sent.Load() {
+			must(t, ad.add(p, i))
+		}
+		ad.addUntilKilled(p)
+	}
+
+	s := openService(t, file)
+	s.wantQuery("PRAGMA integrity_check", "ok")
+	s.wantQuery("SELECT count(*) - count(DISTINCT name) FROM pets", "0")
+	ad.acknowledged.Range(func(_, body any) bool {
+		p := decode[pet](reply{t: t, body: body.(string)})
+		if a := s.get(fmt.Sprint("/v1/pets/", p.ID)); a.body != body {
+			t.Errorf("%s = %s, which was acknowledged as %s", a.request, a.body, body)
+		}
+		return true
+	})
+}
+
+// Migrations.
+
+// A process with this variable in its environment has one more migration: see withMigration.
+func init() {
+	if migration := os.Getenv("ANIMALSTORE_TEST_MIGRATION"); migration != "" {
+		migrations = append(migrations, migration)
+	}
+}
+
+// withMigration returns a command that runs the program on a database with one more migration.
+func withMigration(t testing.TB, file, migration string) *exec.Cmd {
+	t.Helper()
+	cmd := command(t, execSelf, "-db", file)
+	cmd.Env = append(cmd.Env, "ANIMALSTORE_TEST_MIGRATION="+migration)
+	return cmd
+}
+
+// countRuns is a migration that cannot run twice, and that counts how often it has changed an
+// animal.
+const countRuns = `ALTER TABLE pets ADD COLUMN age INTEGER;
+	UPDATE pets SET category_id = category_id + 1`
+
+func TestMigration(t *testing.T) {
+	t.Parallel()
+	db := closedDatabase(t, 3)
+
+	for range 2 { // the second start has nothing to migrate
+		p := startCommand(t, withMigration(t, db.file, countRuns))
+		p.get("/v1/pets").want(200, `"id":1,`, `"id":2,`, `"id":3,`)
+		p.stop(syscall.SIGTERM)
+	}
+
+	db.wantQuery("PRAGMA user_version", "2")
+	db.wantQuery(allIDs, "1,2,3")
+	db.wantQuery("SELECT group_concat(category_id) FROM pets", "2,2,2")
+	db.wantQuery("SELECT count(*) FROM pragma_table_info('pets') WHERE name = 'age'", "1")
+}
+
+func TestMigrationThatFails(t *testing.T) {
+	t.Parallel()
+	db := closedDatabase(t, 3)
+
+	cmd := withMigration(t, db.file, countRuns+"; DROP TABLE dogs")
+	wantRefused(t, cmd, filepath.Dir(db.file), "no such table: dogs")
+
+	p := start(t, db.file)
+	p.get("/v1/pets").want(200, `"id":1,`, `"id":2,`, `"id":3,"name":"Rex","categoryId":1`)
+	db.wantQuery("PRAGMA user_version", "1")
+}
+
+func TestNewerDatabase(t *testing.T) {
+	t.Parallel()
+	db := closedDatabase(t, 3)
+	startCommand(t, withMigration(t, db.file, countRuns)).stop(syscall.SIGTERM)
+
+	cmd := command(t, execSelf, "-db", db.file)
+	wantRefused(t, cmd, filepath.Dir(db.file), "a newer version of this service has written it")
+}
+
+// TestStartsAtOnce starts several processes on one database, with the same migration.
+func TestStartsAtOnce(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name     string
+		db       func(t testing.TB) database
+		ids      string // in the end, after each process has added an animal
+		migrated string // how many animals were in the database when the migration ran
+	}{
+		{
+			name: "without a database",
+			db: func(t testing.TB) database {
+				return database{t, filepath.Join(t.TempDir(), "animals.db")}
+			},
+			ids:      "1,2,3,4",
+			migrated: "0",
+		},
+		{
+			name:     "on a database to migrate",
+			db:       func(t testing.TB) database { return closedDatabase(t, 3) },
+			ids:      "1,2,3,4,5,6,7",
+			migrated: "3",
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			db := c.db(t)
+
+			processes := make([]*process, 4)
+			var started sync.WaitGroup
+			for i := range processes {
+				cmd := withMigration(t, db.file, countRuns)
+				started.Go(func() { processes[i] = startCommand(t, cmd) })
+			}
+			started.Wait()
+			if t.Failed() {
+				return
+			}
+
+			for _, p := range processes {
+				p.add("Tom", 0, "sold")
+			}
+			db.wantQuery(allIDs, c.ids)
+			db.wantQuery("SELECT count(*) FROM pets WHERE category_id = 2", c.migrated)
+			for _, p := range processes {
+				p.stop(syscall.SIGTERM)
+			}
+			db.wantQuery("PRAGMA integrity_check", "ok")
+		})
+	}
+}
+
+func TestStartWithNothingToMigrateWritesNothing(t *testing.T) {
+	t.Parallel()
+	db := closedDatabase(t, 3)
+	before := snapshot(t, filepath.Dir(db.file))
+
+	p := start(t, db.file)
+	p.get("/v1/pets").want(200, "Rex")
+	p.stop(syscall.SIGTERM)
+
+	if after := snapshot(t, filepath.Dir(db.file)); after != before {
+		t.Errorf("the files were\n%s and are\n%s", before, after)
+	}
+}
+
+// TestStartOnAFullDisk starts the program on a disk that was full when it was killed.
+func TestStartOnAFullDisk(t *testing.T) {
+	t.Parallel()
+	db := database{t, filepath.Join(t.TempDir(), "animals.db")}
+	p := start(t, db.file)
+	db.addMany(2000, strings.Repeat("x", 255)) // the log is larger than the limit below
+	p.stop(syscall.SIGKILL)
+
+	const index = 32 // KiB, the size of the index of the log, which each first connection makes
+	p = startCommand(t, command(t, limitFiles(index), "-db", db.file))
+
+	p.get("/v1/pets?after=1999").want(200, `"id":2000`)
+	p.get("/healthz").want(200)
+	p.post(rex).want(500, "internal")
+	p.stop(syscall.SIGKILL)
+	db.wantQuery("SELECT count(*) FROM pets", "2000")
+	db.wantQuery("PRAGMA integrity_check", "ok")
+}
+
+// TestKilledMigration kills the program in the middle of a migration that has written much.
+func TestKilledMigration(t *testing.T) {
+	t.Parallel()
+	const endless = `UPDATE pets SET name = 'changed'; CREATE TABLE junk (bytes);
+		WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)
+		INSERT INTO junk SELECT zeroblob(4000) FROM n`
+	for _, c := range []struct {
+		name string
+		db   func(t testing.TB) database
+		ids  string // in the end, after another animal was added
+		says string // in the log of the next start
+	}{
+		{
+			name: "of a new database",
+			db: func(t testing.TB) database {
+				return database{t, filepath.Join(t.TempDir(), "animals.db")}
+			},
+			ids:  "1",
+			says: "the database is new and empty",
+		},
+		{
+			name: "of a database with animals",
+			db:   func(t testing.TB) database { return closedDatabase(t, 3) },
+			ids:  "1,2,3,4",
+			says: "msg=started",
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			db := c.db(t)
+
+			cmd := withMigration(t, db.file, endless)
+			must(t, cmd.Start())
+			eventually(t, "the migration writes", func() bool { return folderSize(t, db) > 1_000_000 })
+			must(t, cmd.Process.Kill())
+			cmd.Wait()
+
+			p := start(t, db.file)
+			p.add("Rex", 1, "sold")
+			if log := p.log.String(); !strings.Contains(log, c.says) {
+				t.Errorf("the log has no %q: %s", c.says, log)
+			}
+			db.wantQuery(allIDs, c.ids)
+			db.wantQuery("SELECT count(*) FROM pets WHERE name <> 'Rex'", "0")
+			db.wantQuery("SELECT count(*) FROM sqlite_schema WHERE name = 'junk'", "0")
+			db.wantQuery("PRAGMA integrity_check", "ok")
+		})
+	}
+}
+
+// The files of the database.
+
+// The advice that the service logs when a file of its database is not in its place, in this order.
+const (
+	notYet   = "do not restart it yet"
+	logInUse = "end all other programs that use the database: the write-ahead log is in use"
+	newFile  = "another program has begun a new write-ahead log or index"
+	logSaved = "its write-ahead log is saved"
+)
+
+// slip is a mistake with the files of a running service. There are five animals, all still in the
+// write-ahead log, and a backup with the first three, the file "copy".
+type slip struct {
+	name     string
+	before   string   // SQL that another program runs before the slip: it holds a transaction
+	commands string   // the slip: shell commands in the folder of the files
+	after    string   // SQL that another program runs before the service looks
+	moved    string   // the file that the service names
+	advice   []string // what the log says, in this order
+	end      string   // SQL that ends the transaction, before the last advice
+	refused  string   // what the next start says, if it is refused
+	mend     string   // shell commands after which a start is not refused
+	isNew    bool     // the start warns that the database is new
+	ids      string   // in the end, after one more animal was added
+	away     string   // the ids in the file "away"
+}
+
+// addTom is an edit by another program.
+const addTom = "INSERT INTO pets (name, category_id) VALUES ('Tom', 8)"
+
+var slips = []slip{
+	{
+		name:     "the log is deleted",
+		commands: "rm animals.db-wal",
+		moved:    "animals.db-wal",
+		advice:   []string{notYet, logSaved},
+		ids:      "1,2,3,4,5,6",
+	},
+	{
+		name:     "the log is deleted beside a reader",
+		before:   "BEGIN; SELECT * FROM pets",
+		commands: "rm animals.db-wal",
+		moved:    "animals.db-wal",
+		advice:   []string{notYet, logInUse, logSaved},
+		end:      "COMMIT",
+		ids:      "1,2,3,4,5,6",
+	},
+	{
+		name:     "the log is deleted beside a writer",
+		before:   "BEGIN IMMEDIATE; " + addTom,
+		commands: "rm animals.db-wal",
+		moved:    "animals.db-wal",
+		advice:   []string{notYet, logInUse, logSaved},
+		end:      "COMMIT",
+		ids:      "1,2,3,4,5,6,7",
+	},
+	{
+		name:     "the log is replaced",
+		commands: "mv animals.db-wal away-wal; echo new >animals.db-wal",
+		moved:    "animals.db-wal",
+		advice:   []string{notYet, newFile},
+		mend:     "mv away-wal animals.db-wal",
+		ids:      "1,2,3,4,5,6",
+	},
+	{
+		name:     "the index is deleted",
+		commands: "rm animals.db-shm",
+		moved:    "animals.db-shm",
+		advice:   []string{notYet, logSaved},
+		ids:      "1,2,3,4,5,6",
+	},
+	{
+		name:     "the index is deleted, and an edit makes a new one",
+		commands: "rm animals.db-shm",
+		after:    addTom,
+		moved:    "animals.db-shm",
+		advice:   []string{notYet, newFile},
+		ids:      "1,2,3,4,5,6,7",
+	},
+	{
+		name:     "the database is moved, and put back after a start",
+		commands: "mv animals.db away",
+		moved:    "animals.db",
+		advice:   []string{notYet, logSaved},
+		refused:  "there is no database, but",
+		mend:     "mv away animals.db",
+		ids:      "1,2,3,4,5,6",
+	},
+	{
+		name:     "an empty file is in the place of the database",
+		commands: "mv animals.db away; : >animals.db",
+		moved:    "animals.db",
+		advice:   []string{notYet, logSaved},
+		refused:  "there is no database, but",
+		mend:     "mv away animals.db",
+		ids:      "1,2,3,4,5,6",
+	},
+	{
+		name:     "a link to the moved database is in its place",
+		commands: "mv animals.db away; ln -s away animals.db",
+		moved:    "animals.db",
+		advice:   []string{notYet, logSaved},
+		ids:      "1,2,3,4,5,6", // those in the log were saved
+		away:     "1,2,3,4,5,6",
+	},
+	{
+		name:     "a backup is in the place of the database",
+		commands: "mv animals.db away; mv copy animals.db",
+		moved:    "animals.db",
+		advice:   []string{notYet, logSaved},
+		ids:      "1,2,3,4",
+		away:     "1,2,3,4,5",
+	},
+	{
+		name:     "a backup replaces the database",
+		commands: "mv copy animals.db",
+		moved:    "animals.db",
+		advice:   []string{notYet, logSaved},
+		ids:      "1,2,3,4",
+	},
+	{
+		name:     "all files are deleted",
+		commands: "rm animals.db*",
+		moved:    "animals.db",
+		advice:   []string{notYet, logSaved},
+		isNew:    true,
+		ids:      "1",
+	},
+}
+
+func TestSlips(t *testing.T) {
+	t.Parallel()
+	for _, c := range slips {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			db := database{t, filepath.Join(t.TempDir(), "files", "animals.db")}
+
+			p := c.begin(db)
+			c.wantSealed(p)
+			c.wantStop(p, db)
+			c.wantRestart(db)
+
+			db.wantQuery("PRAGMA integrity_check", "ok")
+			db.wantQuery(allIDs, c.ids)
+			if c.away != "" {
+				away := database{t, filepath.Join(filepath.Dir(db.file), "away")}
+				away.wantQuery("PRAGMA integrity_check", "ok")
+				away.wantQuery(allIDs, c.away)
+			}
+		})
+	}
+}
+
+// sealedProcess is a service after a slip.
+type sealedProcess struct {
+	*process
+	endOther func() // ends the other program
+}
+
+// begin starts the service on db, and lets the slip happen while it cannot look.
+func (c slip) begin(db database) sealedProcess {
+	db.t.Helper()
+	dir := filepath.Dir(db.file)
+	must(db.t, os.Mkdir(dir, 0o700))
+
+	p := start(db.t, db.file)
+	p.addAll("Rex", "Tom", "Kim")
+	must(db.t, backup(db.t.Context(), db.file, filepath.Join(dir, "copy")))
+	p.addAll("Ada", "Max")
+
+	other := db.connect()
+	exec := func(statements string) {
+		if statements != "" {
+			_, err := other.Exec(statements)
+			must(db.t, err)
+		}
+	}
+	exec(c.before)
+	p.suspend(func() {
+		shell(db.t, dir, c.commands)
+		exec(c.after)
+	})
+
+	endOther := func() {
+		exec(c.end)
+		must(db.t, other.Close())
+	}
+	return sealedProcess{p, endOther}
+}
+
+// wantSealed checks what the log says and what clients get, from the first advice to the last.
+func (c slip) wantSealed(p sealedProcess) {
+	p.t.Helper()
+	last := len(c.advice) - 1
+	for i, advice := range c.advice {
+		if i == last {
+			p.endOther()
+		}
+		p.awaitAdvice(c.moved, advice)
+		if advice == notYet {
+			continue // to list animals now could keep the log in use
+		}
+
+		a := p.post(rex).want(503, "the database is unavailable; try again")
+		if strings.Contains(a.body, "animals.db") {
+			p.t.Errorf("%s = %s, want nothing of the cause", a.request, a.body)
+		}
+		p.get("/healthz").want(503, "unavailable")
+		p.get("/v1/pets").want(200, `"id":1,`, `"id":5,"name":"Max"`)
+	}
+}
+
+// wantStop stops the service. It should leave the files as they are, whatever they are.
+func (c slip) wantStop(p sealedProcess, db database) {
+	p.t.Helper()
+	before := snapshot(p.t, filepath.Dir(db.file))
+
+	status, log := p.stop(syscall.SIGTERM)
+
+	if after := snapshot(p.t, filepath.Dir(db.file)); after != before {
+		p.t.Errorf("before the stop, the files were\n%s and are\n%s", before, after)
+	}
+	if n := strings.Count(log, "nothing can be created any more"); n != len(c.advice) {
+		p.t.Errorf("the log has %d advices, want %d: %s", n, len(c.advice), log)
+	}
+	wantSealedStop(p.t, status, log, c.advice[len(c.advice)-1])
+}
+
+// wantSealedStop checks the end of a stop of a sealed service, in whose last line is this advice.
+func wantSealedStop(t testing.TB, status int, log, advice string) {
+	t.Helper()
+	_, end, found := strings.Cut(log, "\nanimalstore: ")
+	if status != 1 || !found || strings.Count(end, "\n") != 1 || !strings.Contains(end, advice) {
+		t.Errorf("the stop ended with status %d, want 1 and one line with %q: %s",
+			status, advice, log)
+	}
+	if strings.Contains(log, "msg=stopped") {
+		t.Errorf("the log says that the stop has succeeded: %s", log)
+	}
+}
+
+// wantRestart starts the service again, adds an animal and stops it.
+func (c slip) wantRestart(db database) {
+	db.t.Helper()
+	dir := filepath.Dir(db.file)
+	if c.refused != "" {
+		wantRefused(db.t, command(db.t, execSelf, "-db", db.file), dir, c.refused)
+	}
+	shell(db.t, dir, c.mend)
+
+	p := start(db.t, db.file)
+	if log := p.log.String(); strings.Contains(log, "the database is new and empty") != c.isNew {
+		db.t.Errorf("a database is new: %t, log %s", c.isNew, log)
+	}
+	p.get("/healthz").want(200)
+	p.addAll("Zoe")
+	if status, log := p.stop(syscall.SIGTERM); status != 0 {
+		db.t.Errorf("the stop ended with status %d: %s", status, log)
+	}
+}
+
+// addAll adds animals with these names.
+func (p *process) addAll(names ...string) {
+	p.t.Helper()
+	for _, name := range names {
+		p.add(name, 7, "sold")
+	}
+}
+
+// suspend stops the process while f runs, so that it sees all that f does at once.
+func (p *process) suspend(f func()) {
+	p.t.Helper()
+	must(p.t, p.cmd.Process.Signal(syscall.SIGSTOP))
+	_, err := syscall.Wait4(p.cmd.Process.Pid, nil, syscall.WUNTRACED, nil) // until it has stopped
+	must(p.t, err)
+	f()
+	must(p.t, p.cmd.Process.Signal(syscall.SIGCONT))
+}
+
+// awaitAdvice waits until the service logs that a file is not in its place, with this advice.
+func (p *process) awaitAdvice(file, advice string) {
+	p.t.Helper()
+	p.awaitLog(`level=ERROR msg="nothing can be created any more" error=.*/` +
+		regexp.QuoteMeta(file+`\" was moved, deleted or replaced while the service ran; `) +
+		".*" + regexp.QuoteMeta(advice))
+}
+
+func TestFilePutBack(t *testing.T) {
+	t.Parallel()
+	db := database{t, filepath.Join(t.TempDir(), "animals.db")}
+	p := start(t, db.file)
+	p.addAll("Rex")
+	must(t, os.Rename(db.file+"-wal", db.file+".away"))
+	p.awaitAdvice("animals.db-wal", logSaved)
+
+	must(t, os.Rename(db.file+".away", db.file+"-wal"))
+
+	// A change shows after a look for commits. After that, and before the second change shows, the
+	// service also looks for moved files.
+	for _, name := range []string{"Tom", "Kim"} {
+		db.exec("INSERT INTO pets (name, category_id) VALUES (?, 1)", name)
+		eventually(t, name+" is listed", func() bool {
+			return strings.Contains(p.get("/v1/pets").want(200).body, name)
+		})
+	}
+	p.post(rex).want(503, "unavailable")
+	p.get("/healthz").want(503, "unavailable")
+
+	status, log := p.stop(syscall.SIGTERM)
+	wantSealedStop(t, status, log, logSaved)
+	start(t, db.file).addAll("Ada")
+	db.wantQuery(allIDs, "1,2,3,4")
+}
+
+// withoutCleanup is a test for a service that it seals, whose close therefore fails.
+type withoutCleanup struct{ testing.TB }
+
+func (withoutCleanup) Cleanup(func()) {}
+
+// TestSlipBesideAWriter deletes the log while another program has the lock, and a create waits for
+// it. A later create that waited for the lock, too, would wait until the test fails.
+func TestSlipBesideAWriter(t *testing.T) {
+	t.Parallel()
+	limitTime(t)
+	s := newService(withoutCleanup{t})
+	s.pragma(0, "busy_timeout = 60000") // milliseconds
+	unlock := s.lock()
+	body, sender := io.Pipe()
+	waiting := make(chan reply)
+	go func() { waiting <- s.doRequest(httptest.NewRequest("POST", "/v1/pets", body)) }()
+	io.WriteString(sender, rex) // returns when the service has read it
+	sender.Close()
+	s.get("/healthz").want(200)
+
+	must(t, os.Remove(s.file+"-wal"))
+
+	eventually(t, "the service is sealed", func() bool { return s.get("/healthz").status == 503 })
+	s.post(rex).want(503, "unavailable")
+	s.get("/v1/pets").want(200, "[]")
+
+	unlock()
+	(<-waiting).want(503, "unavailable")
+	if err := s.close(); err == nil || !strings.Contains(err.Error(), logSaved) {
+		t.Errorf("close returns %v, want %q", err, logSaved)
+	}
+	s.get("/v1/pets").want(200, "[]")
+}
+
+// TestSealedServiceLeavesNewFilesAlone puts a backup in the place of the database of two services,
+// and restarts only one of them. Both have the same log.
+func TestSealedServiceLeavesNewFilesAlone(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	db := database{t, filepath.Join(dir, "animals.db")}
+	old := database{t, filepath.Join(dir, "old.db")}
+	one, other := start(t, db.file), start(t, db.file)
+	one.addAll("Rex")
+	must(t, backup(t.Context(), db.file, filepath.Join(dir, "copy")))
+	other.addAll("Tom", "Kim")
+	one.addAll("Ada")
+
+	shell(t, dir, "mv animals.db old.db; mv copy animals.db")
+	one.awaitAdvice("animals.db", logSaved)
+	other.awaitAdvice("animals.db", logSaved)
+	one.stop(syscall.SIGTERM)
+	one = start(t, db.file)
+	one.addAll("Max", "Zoe")
+
+	status, log := other.stop(syscall.SIGTERM) // after one more look
+	wantSealedStop(t, status, log, logSaved)
+	one.addAll("Bob")
+	if status, log := one.stop(syscall.SIGTERM); status != 0 {
+		t.Errorf("the stop ended with status %d: %s", status, log)
+	}
+	const names = "SELECT group_concat(name ORDER BY id) FROM pets"
+	db.wantQuery(names, "Rex,Max,Zoe,Bob")
+	db.wantQuery("PRAGMA integrity_check", "ok")
+	old.wantQuery(names, "Rex,Tom,Kim,Ada")
+	old.wantQuery("PRAGMA integrity_check", "ok")
+}
+
+// Backups.
+
+func TestBackupUnderLoad(t *testing.T) {
+	s := parallelService(t)
+	s.addMany(100, "before")
+	dir := t.TempDir()
+	file := filepath.Join(dir, "copy.db")
+
+	stop := repeat(4, func(int) { s.add("meanwhile", 1, "available") })
+	out, err := command(t, execSelf, "-db", s.file, "-backup", file).CombinedOutput()
+	stop()
+
+	if err != nil || len(out) > 0 {
+		t.Fatalf("-backup: %v, output %q, want none", err, out)
+	}
+	if files := snapshot(t, dir); strings.Count(files, "\n") != 1 {
+		t.Errorf("the backup has left other files: %s", files)
+	}
+	info, err := os.Stat(file)
+	must(t, err)
+	if info.Mode() != 0o600 {
+		t.Errorf("the mode of the backup is %v, want -rw-------", info.Mode())
+	}
+
+	copied := openService(t, file)
+	copied.get("/v1/pets?after=99&limit=1").want(200, `"id":100,"name":"before"`)
+	copied.wantQuery("PRAGMA integrity_check", "ok")
+	copied.wantQuery("SELECT max(id) - count(*) FROM pets", "0") // it is of one moment
+}
+
+// TestBackupOfAKilledService makes a backup while all animals are in the log.
+func TestBackupOfAKilledService(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	db := database{t, filepath.Join(dir, "animals.db")}
+	copied := database{t, filepath.Join(dir, "copy.db")}
+	p := start(t, db.file)
+	p.addAll("Rex", "Tom", "Kim")
+	p.stop(syscall.SIGKILL)
+
+	out, err := command(t, execSelf, "-db", db.file, "-backup", copied.file).CombinedOutput()
+
+	if err != nil {
+		t.Errorf("-backup: %v, output %q", err, out)
+	}
+	copied.wantQuery(allIDs, "1,2,3")
+	db.wantQuery(allIDs, "1,2,3")
+}
+
+func TestBackupThatIsInterrupted(t *testing.T) {
+	t.Parallel()
+	db := closedDatabase(t, 3)
+	dir := t.TempDir()
+	interrupted, cancel := context.WithCancel(t.Context())
+	cancel()
+
+	var stdout, stderr strings.Builder
+	args := []string{"-db", db.file, "-backup", filepath.Join(dir, "copy.db")}
+	status := run(interrupted, args, lookup(nil), &stdout, &stderr)
+
+	if status != 1 || stdout.String() != "" || !strings.Contains(stderr.String(), "context canceled") {
+		t.Errorf("status %d, output %q, error %q, want 1, context canceled",
+			status, stdout.String(), stderr.String())
+	}
+	if left := snapshot(t, dir); left != "" {
+		t.Errorf("the backup has left %s", left)
+	}
+}
+
+func TestBackupToAWrongTarget(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct{ name, commands, target, words string }{
+		{
+			name:     "a file",
+			commands: "echo old >copy.db",
+			target:   "copy.db",
+			words:    `copy.db" exists already; name a new file`,
+		},
+		{
+			name:     "an empty file",
+			commands: ": >copy.db",
+			target:   "copy.db",
+			words:    `copy.db" exists already; name a new file`,
+		},
+		{
+			name:     "a folder",
+			commands: "mkdir copy.db",
+			target:   "copy.db",
+			words:    `copy.db" exists already; name a new file`,
+		},
+		{
+			name:     "a link that leads nowhere",
+			commands: "ln -s nowhere copy.db",
+			target:   "copy.db",
+			words:    `copy.db" exists already; name a new file`,
+		},
+		{
+			name:   "the database itself",
+			target: "animals.db",
+			words:  `animals.db" exists already; name a new file`,
+		},
+		{
+			name:     "a log without a database",
+			commands: "echo old >copy.db-wal",
+			target:   "copy.db",
+			words:    `copy.db-wal" exists already`,
+		},
+		{
+			name:   "a folder that is missing",
+			target: "missing/copy.db",
+			words:  "no such file or directory",
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			db := closedDatabase(t, 3)
+			dir := filepath.Dir(db.file)
+			shell(t, dir, c.commands)
+
+			cmd := command(t, execSelf, "-db", db.file, "-backup", filepath.Join(dir, c.target))
+			wantRefused(t, cmd, dir, c.words)
+		})
+	}
+}
+
+// restore restores the file backup.db, which is beside the database of p, as README.md says: it
+// makes a verified copy, stops the service, moves the old files aside and puts the copy in place.
+func restore(p *process, db database) {
+	p.t.Helper()
+	dir := filepath.Dir(db.file)
+	args := []string{"-db", filepath.Join(dir, "backup.db"), "-backup", filepath.Join(dir, "new.db")}
+	if out, err := command(p.t, execSelf, args...).CombinedOutput(); err != nil {
+		p.t.Fatalf("-backup: %v, output %q", err, out)
+	}
+	p.stop(syscall.SIGTERM)
+	shell(p.t, dir, "mkdir old; for f in animals.db*; do [ ! -e $f ] || mv $f old; done")
+	shell(p.t, dir, "mv new.db animals.db")
+}
+
+func TestRestore(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name, commands string // in the folder of the files, while the service runs
+		old            string // the ids in the old database, "" if it is damaged or lost
+	}{
+		{
+			name: "wrong animals",
+			old:  "1,2,3,4,5",
+		},
+		{
+			name:     "a damaged database",
+			commands: "dd if=/dev/zero of=animals.db bs=4096 seek=1 count=3 conv=notrunc",
+		},
+		{
+			name:     "a database that is not one",
+			commands: "echo some text >animals.db",
+		},
+		{
+			name:     "a lost database",
+			commands: "rm animals.db",
+		},
+		{
+			name:     "a loss of all files",
+			commands: "rm animals.db*",
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+			db := database{t, filepath.Join(dir, "animals.db")}
+			p := start(t, db.file)
+			p.addAll("Rex", "Tom", "Kim")
+			must(t, backup(t.Context(), db.file, filepath.Join(dir, "backup.db")))
+			p.addAll("Ada", "Max")
+			shell(t, dir, c.commands)
+
+			restore(p, db)
+
+			p = start(t, db.file)
+			p.get("/v1/pets").want(200, "Rex", "Tom", "Kim")
+			p.addAll("Zoe")
+			db.wantQuery("PRAGMA integrity_check", "ok")
+			db.wantQuery("SELECT group_concat(name ORDER BY id) FROM pets", "Rex,Tom,Kim,Zoe")
+			if c.old != "" {
+				database{t, filepath.Join(dir, "old", "animals.db")}.wantQuery(allIDs, c.old)
+			}
+		})
+	}
+}
+
+// wrongFiles are what an operator could take for a backup.
+var wrongFiles = []struct {
+	name     string
+	edit     string // SQL that makes a wrong file of a backup
+	commands string // shell commands that do so
+	words    string
+}{
+	{
+		name:     "missing",
+		commands: "rm backup.db",
+		words:    "it must be a file in an existing folder",
+	},
+	{
+		name:     "a folder",
+		commands: "rm backup.db; mkdir backup.db",
+		words:    "it must be a file in an existing folder",
+	},
+	{
+		name:     "empty",
+		commands: ": >backup.db",
+		words:    `backup.db" is empty`,
+	},
+	{
+		name:     "one byte",
+		commands: "echo >backup.db",
+		words:    `backup.db" is empty`,
+	},
+	{
+		name:     "text",
+		commands: "echo some text >backup.db",
+		words:    "it is damaged: put a backup in its place",
+	},
+	{
+		name:     "a log without its database",
+		commands: "mv backup.db backup.db-wal",
+		words:    `backup.db-wal" is the write-ahead log of one`,
+	},
+	{
+		name:     "the first half",
+		commands: "head -c 8192 backup.db >half; mv half backup.db",
+		words:    "it is damaged: put a backup in its place",
+	},
+	{
+		name:     "a damaged index",
+		commands: "printf y | dd of=backup.db bs=1 seek=20479 conv=notrunc",
+		words:    "the database is damaged: row 1 missing from index pets_by_status",
+	},
+	{
+		name: "an animal that breaks the rules",
+		edit: `PRAGMA ignore_check_constraints = ON;
+			UPDATE pets SET status = 'lost' WHERE id = 2`,
+		words: "the database is damaged: CHECK constraint failed in pets",
+	},
+	{
+		name:  "a database of another program",
+		edit:  "PRAGMA application_id = 0",
+		words: "not a database of this service",
+	},
+	{
+		name:  "a database of a newer version",
+		edit:  "PRAGMA user_version = 2",
+		words: "a newer version of this service has written it",
+	},
+}
+
+// TestWrongFileIsNotRestored takes the first step of a restore with files that are no backups. The
+// service goes on as if nothing had happened.
+func TestWrongFileIsNotRestored(t *testing.T) {
+	t.Parallel()
+	for _, c := range wrongFiles {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+			db := database{t, filepath.Join(dir, "animals.db")}
+			wrong := database{t, filepath.Join(dir, "backup.db")}
+			p := start(t, db.file)
+			p.addAll("Rex", "Tom", "Kim")
+			must(t, backup(t.Context(), db.file, wrong.file))
+			if c.edit != "" {
+				wrong.exec(c.edit)
+			}
+			shell(t, dir, c.commands)
+
+			cmd := command(t, execSelf, "-db", wrong.file, "-backup", filepath.Join(dir, "new.db"))
+			wantRefused(t, cmd, dir, c.words)
+
+			p.addAll("Ada")
+			db.wantQuery(allIDs, "1,2,3,4")
+		})
+	}
+}
+
+// Connections.
+
+func TestBrokenListenerEndsTheService(t *testing.T) {
+	s := parallelService(t)
+	cause := errors.New("no more connections")
+
+	err := s.serve(t.Context(), brokenListener{cause})
+
+	if !errors.Is(err, cause) {
+		t.Errorf("serve returned %v, want %v", err, cause)
+	}
+}
+
+func TestConnectionIsClosed(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name  string
+		sent  string
+		later string // is sent every second
+		want  time.Duration
+	}{
+		{
+			name: "if nothing is sent",
+			want: 5 * time.Second,
+		},
+		{
+			name: "if a part of the headers is sent",
+			sent: "GET /v1/pets HT",
+			want: 5 * time.Second,
+		},
+		{
+			name:  "if the headers come slowly",
+			sent:  "GET /v1/pets HTTP/1.1\r\n",
+			later: "X: x\r\n",
+			want:  5 * time.Second,
+		},
+		{
+			name: "if no request follows a response",
+			sent: rawList,
+			want: 75 * time.Second,
+		},
+		{
+			name: "if a part of the next request follows a response",
+			sent: rawList + "GET /v1/pets HT",
+			want: 5 * time.Second,
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			withFakeClock(t, func(t *testing.T, s *service) {
+				ln, stop := s.serveInMemory()
+				defer stop()
+				start := time.Now()
+
+				conn := ln.dial(c.sent)
+				if c.later != "" {
+					go sendEvery(time.Second, conn, c.later)
+				}
+				io.Copy(io.Discard, conn)
+
+				if took := time.Since(start); took != c.want {
+					t.Errorf("the connection was closed after %v, want %v", took, c.want)
+				}
+			})
+		})
+	}
+}
+
+func TestResponseIsCutOffIfItIsNotRead(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name  string
+		wait  time.Duration
+		whole bool
+	}{
+		{name: "for 19 seconds", wait: 19 * time.Second, whole: true},
+		{name: "for 21 seconds", wait: 21 * time.Second, whole: false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			withFakeClock(t, func(t *testing.T, s *service) {
+				ln, stop := s.serveInMemory()
+				defer stop()
+				conn := ln.dial(rawRequest("GET /openapi.json", "Connection: close"))
+
+				time.Sleep(c.wait)
+				response, _ := io.ReadAll(conn)
+
+				if whole := bytes.HasSuffix(response, openAPI); whole != c.whole {
+					t.Errorf("the response of %d bytes is whole: %v, want %v",
+						len(response), whole, c.whole)
+				}
+			})
+		})
+	}
+}
+
+func TestBodyMustArriveIn10Seconds(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name  string
+		later string // is sent every second
+	}{
+		{name: "the rest never comes"},
+		{name: "the rest comes slowly", later: " "},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			withFakeClock(t, func(t *testing.T, s *service) {
+				ln, stop := s.serveInMemory()
+				defer stop()
+				start := time.Now()
+
+				request := rawRequest("POST /v1/pets", rawKey, "Content-Length: 29")
+				conn := ln.dial(request + `{"name":`)
+				if c.later != "" {
+					go sendEvery(time.Second, conn, c.later)
+				}
+				a := s.receive(conn, "POST", "/v1/pets").want(408, "within 10 seconds")
+
+				if took := time.Since(start); took != 10*time.Second || !a.closes {
+					t.Errorf("the response came after %v, Connection: close %v; want 10s, true",
+						took, a.closes)
+				}
+				io.Copy(io.Discard, conn) // hangs unless the service closes the connection
+				s.wantQuery("SELECT count(*) FROM pets", "0")
+			})
+		})
+	}
+}
+
+// TestRefusalDoesNotNeedTheBody sends a part of the body, and no more. net/http waits for the rest
+// before it sends the response, but no longer than for any request.
+func TestRefusalDoesNotNeedTheBody(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name    string
+		headers []string
+		want    int
+	}{
+		{
+			name:    "no API key",
+			headers: []string{"Content-Length: 29"},
+			want:    401,
+		},
+		{
+			name:    "no API key, Connection: close",
+			headers: []string{"Content-Length: 29", "Connection: close"},
+			want:    401,
+		},
+		{
+			name:    "no API key, a very long body",
+			headers: []string{"Content-Length: 1000000000"},
+			want:    401,
+		},
+		{
+			name:    "a wrong Content-Type",
+			headers: []string{"Content-Length: 29", rawKey, "Content-Type: text/plain"},
+			want:    415,
+		},
+		{
+			name:    "an invalid Idempotency-Key",
+			headers: []string{"Content-Length: 29", rawKey, "Idempotency-Key: a b"},
+			want:    400,
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			withFakeClock(t, func(t *testing.T, s *service) {
+				ln, stop := s.serveInMemory()
+				defer stop()
+				start := time.Now()
+
+				conn := ln.dial(rawRequest("POST /v1/pets", c.headers...) + `{"name":`)
+				s.receive(conn, "POST", "/v1/pets").want(c.want)
+
+				if took := time.Since(start); took > 10*time.Second {
+					t.Errorf("the response came after %v, want at most 10s", took)
+				}
+				io.Copy(io.Discard, conn) // hangs unless the service closes the connection
+			})
+		})
+	}
+}
+
+// TestEarlyResponseArrives sends the whole body over a real network before it reads the response,
+// which the service sends without the body. If the service closed the connection with a part of
+// the body unread, the client could get a reset instead of the response.
+func TestEarlyResponseArrives(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name    string
+		request string
+		headers []string
+		body    int // bytes
+		want    int
+	}{
+		{name: "no API key", request: "POST /v1/pets", body: 200_000, want: 401},
+		{name: "a GET", request: "GET /v1/pets", headers: []string{rawKey}, body: 200_000, want: 200},
+		{name: "no path", request: "POST /v1", headers: []string{rawKey}, body: 200_000, want: 404},
+		{
+			name:    "a wrong Content-Type",
+			request: "POST /v1/pets",
+			headers: []string{rawKey, "Content-Type: text/plain"},
+			body:    200_000,
+			want:    415,
+		},
+		{name: "too large", request: "POST /v1/pets", headers: []string{rawKey}, body: 100_000, want: 413},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s := parallelService(t)
+			ln, err := net.Listen("tcp", "127.0.0.1:0")
+			must(t, err)
+			stop := s.serveOn(ln)
+			defer stop()
+			method, target, _ := strings.Cut(c.request, " ")
+			headers := append(c.headers, fmt.Sprintf("Content-Length: %d", c.body))
+			whole := rawRequest(c.request, headers...) + strings.Repeat("x", c.body)
+
+			for range 25 {
+				conn, err := net.Dial("tcp", ln.Addr().String())
+				must(t, err)
+				_, err = io.WriteString(conn, whole)
+				must(t, err)
+
+				s.receive(conn, method, target).want(c.want)
+				conn.Close()
+			}
+		})
+	}
+}
+
+func TestLimitOfHeaders(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name string
+		size int // bytes
+		want string
+	}{
+		{name: "15 KiB", size: 15 << 10, want: "HTTP/1.1 200 OK"},
+		{name: "17 KiB", size: 17 << 10, want: "HTTP/1.1 431 Request Header Fields Too Large"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			withFakeClock(t, func(t *testing.T, s *service) {
+				ln, stop := s.serveInMemory()
+				defer stop()
+
+				conn := ln.dial(rawRequest("GET /healthz", "X: "+strings.Repeat("x", c.size)))
+				defer conn.Close()
+
+				line, _ := bufio.NewReader(conn).ReadString('\n')
+				if line != c.want+"\r\n" {
+					t.Errorf("GET /healthz with %d bytes of headers = %q, want %s", c.size, line, c.want)
+				}
+			})
+		})
+	}
+}
+
+// TestOptionsOfTheServer sends the one request that net/http would answer by itself.
+func TestOptionsOfTheServer(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		ln, stop := s.serveInMemory()
+		defer stop()
+
+		without := ln.dial(rawRequest("OPTIONS *"))
+		with := ln.dial(rawRequest("OPTIONS *", rawKey))
+
+		s.receive(without, "OPTIONS", "*").want(401)
+		s.receive(with, "OPTIONS", "*").want(404)
+	})
+}
+
+// TLS.
+
+func TestTLS(t *testing.T) {
+	t.Parallel()
+	p, trusting := startWithTLS(t)
+
+	p.get("/v1/pets").want(200, "[]")
+	p.post(rex).want(201)
+
+	if !strings.HasPrefix(p.url, "https://") {
+		t.Errorf("the log names the URL %s, want https://", p.url)
+	}
+	r := httptest.NewRequest("GET", p.url+"/healthz", nil)
+	r.RequestURI = ""
+	resp, err := trusting.RoundTrip(r) // which would use HTTP/2, too
+	must(t, err)
+	resp.Body.Close()
+	if resp.Proto != "HTTP/1.1" {
+		t.Errorf("GET /healthz was answered over %s, want HTTP/1.1", resp.Proto)
+	}
+}
+
+func TestOldestVersionOfTLS(t *testing.T) {
+	t.Parallel()
+	p, trusting := startWithTLS(t)
+	for _, c := range []struct {
+		name    string
+		version uint16
+		ok      bool
+	}{
+		{name: "TLS 1.1", version: tls.VersionTLS11, ok: false},
+		{name: "TLS 1.2", version: tls.VersionTLS12, ok: true},
+		{name: "TLS 1.3", version: tls.VersionTLS13, ok: true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			settings := trusting.TLSClientConfig.Clone()
+			settings.MinVersion, settings.MaxVersion = c.version, c.version
+
+			conn, err := tls.Dial("tcp", strings.TrimPrefix(p.url, "https://"), settings)
+
+			if (err == nil) != c.ok {
+				t.Errorf("the handshake = %v, want it to succeed: %v", err, c.ok)
+			}
+			if err == nil {
+				conn.Close()
+			}
+		})
+	}
+}
+
+// TestLogOfAHandshake sends what net/http would quote at length in the log: a hello that offers a
+// hundred unknown versions of TLS.
+func TestLogOfAHandshake(t *testing.T) {
+	t.Parallel()
+	p, _ := startWithTLS(t)
+	conn, err := net.Dial("tcp", strings.TrimPrefix(p.url, "https://"))
+	must(t, err)
+	defer conn.Close()
+
+	hello := "\x16\x03\x01\x00\xfc\x01\x00\x00\xf8\x03\x03" + strings.Repeat("r", 32) + // random
+		"\x00\x00\x02\x13\x01\x01\x00" + // one cipher suite, no compression
+		"\x00\xcd\x00\x2b\x00\xc9\xc8" + strings.Repeat("\x7a\x7a", 100) // the versions
+	_, err = io.WriteString(conn, hello)
+	must(t, err)
+
+	message := p.awaitLog(`level=INFO msg="(http: TLS handshake error.*unsupported versions.*7a7a.*)"$`)[1]
+	if len(message) > 256 {
+		t.Errorf("the log has a message of %d bytes, want at most 256: %s", len(message), message)
+	}
+}
+
+// Stops.
+
+const (
+	// A stop takes this long if no request is in progress. So long it accepts new ones.
+	shortStop = 250 * time.Millisecond
+
+	// A stop takes this long at most.
+	longStop = 5250 * time.Millisecond
+)
+
+func TestStopClosesIdleConnections(t *testing.T) {
+	var log bytes.Buffer
+	withFakeClock(t, func(t *testing.T, s *service) {
+		ln, stop := s.serveInMemory()
+		conn := ln.dial(rawList)
+		a := s.receive(conn, "GET", "/v1/pets").want(200)
+		if a.closes {
+			t.Errorf("%s has Connection: close before the stop", a.request)
+		}
+
+		took := <-inBackground(stop)
+
+		wantStop(t, took, shortStop, shortStop, &log)
+		io.Copy(io.Discard, conn) // hangs unless the service closes the connection
+	}, &log)
+}
+
+func TestStopAnswersARequestOnAnIdleConnection(t *testing.T) {
+	var log bytes.Buffer
+	withFakeClock(t, func(t *testing.T, s *service) {
+		ln, stop := s.serveInMemory()
+		conn := ln.dial(rawList)
+		s.receive(conn, "GET", "/v1/pets")
+
+		stopped := inBackground(stop)
+		time.Sleep(200 * time.Millisecond)
+		io.WriteString(conn, rawList)
+		a := s.receive(conn, "GET", "/v1/pets").want(200)
+
+		if !a.closes {
+			t.Errorf("%s has no Connection: close", a.request)
+		}
+		wantStop(t, <-stopped, shortStop, shortStop, &log)
+	}, &log)
+}
+
+func TestStopAnswersARequestOnANewConnection(t *testing.T) {
+	var log bytes.Buffer
+	withFakeClock(t, func(t *testing.T, s *service) {
+		ln, stop := s.serveInMemory()
+
+		stopped := inBackground(stop)
+		time.Sleep(200 * time.Millisecond)
+		a := s.receive(ln.dial(rawList), "GET", "/v1/pets").want(200)
+
+		if !a.closes {
+			t.Errorf("%s has no Connection: close", a.request)
+		}
+		wantStop(t, <-stopped, shortStop, shortStop, &log)
+	}, &log)
+}
+
+// TestStopWithASilentConnection pins only the limit: net/http takes a connection that has sent
+// nothing for one that is about to.
+func TestStopWithASilentConnection(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		ln, stop := s.serveInMemory()
+		conn := ln.dial("")
+
+		took := <-inBackground(stop)
+
+		if took < shortStop || took > longStop {
+			t.Errorf("the stop took %v, want %v to %v", took, shortStop, longStop)
+		}
+		io.Copy(io.Discard, conn) // hangs unless the service closes the connection
+	})
+}
+
+func TestStopWaitsForABody(t *testing.T) {
+	var log bytes.Buffer
+	withFakeClock(t, func(t *testing.T, s *service) {
+		ln, stop := s.serveInMemory()
+		conn := ln.dial(rawRequest("POST /v1/pets", rawKey, "Content-Length: 29"))
+
+		stopped := inBackground(stop)
+		time.Sleep(4 * time.Second)
+		io.WriteString(conn, rex)
+		a := s.receive(conn, "POST", "/v1/pets").want(201, "Rex")
+
+		if !a.closes {
+			t.Errorf("%s has no Connection: close", a.request)
+		}
+		wantStop(t, <-stopped, 4*time.Second, 5*time.Second, &log)
+	}, &log)
+}
+
+func TestStopCutsOffARequestWhoseBodyNeverComes(t *testing.T) {
+	var log bytes.Buffer
+	withFakeClock(t, func(t *testing.T, s *service) {
+		ln, stop := s.serveInMemory()
+		conn := ln.dial(rawRequest("POST /v1/pets", rawKey, "Content-Length: 29"))
+
+		took := <-inBackground(stop)
+
+		wantStop(t, took, longStop, longStop, &log)
+		if response, _ := io.ReadAll(conn); len(response) > 0 {
+			t.Errorf("the client got %q, want nothing", response)
+		}
+		s.wantQuery("SELECT count(*) FROM pets", "0")
+	}, &log)
+}
+
+// TestStopWithASlowBodyOfAStranger sends a byte at a time, without an API key.
+func TestStopWithASlowBodyOfAStranger(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		ln, stop := s.serveInMemory()
+		conn := ln.dial(rawRequest("POST /v1/pets", "Content-Length: 1000000"))
+		go sendEvery(100*time.Millisecond, conn, "x")
+
+		stopped := inBackground(stop)
+		a := s.receive(conn, "POST", "/v1/pets").want(401)
+
+		if took := <-stopped; took < shortStop || took > longStop || !a.closes {
+			t.Errorf("the stop took %v, Connection: close %v; want %v to %v, true",
+				took, a.closes, shortStop, longStop)
+		}
+	})
+}
+
+func TestStopRefusesLateConnections(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		ln, stop := s.serveInMemory()
+		// A request in progress makes the stop go on.
+		ln.dial(rawRequest("POST /v1/pets", rawKey, "Content-Length: 29"))
+		start := time.Now()
+
+		stopped := inBackground(stop)
+		<-ln.closed.Done()
+
+		if took := time.Since(start); took != shortStop {
+			t.Errorf("the service accepted connections for %v, want %v", took, shortStop)
+		}
+		<-stopped
+	})
+}
+
+func TestSignals(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name  string
+		shell string
+		first []syscall.Signal // which must not stop the program
+		stop  syscall.Signal
+	}{
+		{name: "SIGTERM", shell: execSelf, stop: syscall.SIGTERM},
+		{name: "SIGINT", shell: execSelf, stop: syscall.SIGINT},
+		{
+			name:  "SIGHUP under nohup",
+			shell: `trap "" HUP; ` + execSelf,
+			first: []syscall.Signal{syscall.SIGHUP},
+			stop:  syscall.SIGTERM,
+		},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+			p := startCommand(t, command(t, c.shell, "-db", dir+"/animals.db"))
+			p.post(rex).want(201)
+
+			for _, sig := range append(c.first, c.stop) {
+				p.cmd.Process.Signal(sig)
+			}
+			p.awaitLog(fmt.Sprintf(`msg=stopping cause="%v signal received"$`, c.stop))
+			p.cmd.Process.Signal(syscall.SIGINT) // changes nothing, like the next one
+			status, log := p.stop(syscall.SIGTERM)
+
+			if status != 0 || strings.Count(log, "msg=stop") != 2 ||
+				!strings.HasSuffix(log, " msg=stopped\n") {
+				t.Errorf("exit status %d, want 0, stopping and stopped in the log: %s", status, log)
+			}
+			wantFiles(t, dir, "animals.db")
+		})
+	}
+}
+
+func TestSIGHUPKillsTheProgram(t *testing.T) {
+	t.Parallel()
+	p := start(t, filepath.Join(t.TempDir(), "animals.db"))
+
+	status, log := p.stop(syscall.SIGHUP)
+
+	const bySignal = -1
+	if status != bySignal || strings.Contains(log, "msg=stop") {
+		t.Errorf("exit status %d, want %d, without a stop in the log: %s", status, bySignal, log)
+	}
+}
+
+// Fuzz tests.
+
+// FuzzListPets lists animals with any query. A page must be what the query says, by the rules of
+// the interface.
+func FuzzListPets(f *testing.F) {
+	queries := []string{
+		"", "limit=5&status=sold&after=3", "limit=101", "limit=05", "a;b", "%zz", "limit=1&limit=1",
+		"after=9223372036854775807", "after=9223372036854775808", "status=Sold", "&limit=%32",
+	}
+	for _, query := range queries {
+		f.Add(query)
+	}
+	s := newService(f)
+	var all []pet
+	for i := range 30 {
+		all = append(all, s.add("Rex", 7, []string{"available", "pending", "sold"}[i%3]))
+	}
+
+	f.Fuzz(func(t *testing.T, query string) {
+		r := httptest.NewRequest("GET", "/v1/pets", nil)
+		r.URL.RawQuery = query
+
+		a := s.as(t).doRequest(r)
+
+		if a.status == 400 {
+			return
+		}
+		want, more := expectedPage(all, query)
+		if got := decode[[]pet](a.want(200)); !slices.Equal(got, want) {
+			t.Errorf("%q = %v, want %v", query, got, want)
+		}
+		if link := a.header.Get("Link"); (link != "") != more {
+			t.Errorf("%q has Link %q, want one: %v", query, link, more)
+		}
+	})
+}
+
+// expectedPage returns the page of all animals that a valid query selects, and whether more follow.
+func expectedPage(all []pet, query string) (page []pet, more bool) {
+	values, _ := url.ParseQuery(query)
+	after, _ := strconv.ParseInt(values.Get("after"), 10, 64)
+	limit := 20
+	if values.Has("limit") {
+		limit, _ = strconv.Atoi(values.Get("limit"))
+	}
+
+	for _, p := range all {
+		if p.ID > after && (!values.Has("status") || p.Status == values.Get("status")) {
+			page = append(page, p)
+		}
+	}
+	return page[:min(limit, len(page))], len(page) > limit
+}
+
+// FuzzCreatePet adds an animal with any body. It must be refused, or stored as it was sent.
+func FuzzCreatePet(f *testing.F) {
+	for _, body := range validBodies {
+		f.Add(body)
+	}
+	for _, body := range []string{
+		rex, "{}", "[]", `{"name":"\ud83d","categoryId":1e2}`, `{"name":"x","name":"y"}`,
+		"{\"name\":\"\xff\"}", `{"name":"x","categoryId":-0}`, `{"Name":"x","categoryId":1}`,
+	} {
+		f.Add(body)
+	}
+	s := newService(f)
+
+	f.Fuzz(func(t *testing.T, body string) {
+		c := s.as(t)
+		a := c.post(body)
+
+		if a.status == 400 || a.status == 413 && len(body) > 64<<10 {
+			return
+		}
+		a.want(201)
+		c.wantAsSent(body, a)
+	})
+}
+
+// Benchmarks.
+
+// BenchmarkCachedPage lists the same animals again and again.
+func BenchmarkCachedPage(b *testing.B) {
+	s := newService(b)
+	s.addMany(1000, "Rex")
+
+	for b.Loop() {
+		if status := s.statusOf("GET", "/v1/pets", ""); status != 200 {
+			b.Fatalf("GET /v1/pets = %d, want 200", status)
+		}
+	}
+}
+
+// BenchmarkPages lists other animals each time, more than the cache can hold.
+func BenchmarkPages(b *testing.B) {
+	const animals = 100_000
+	s := newService(b)
+	s.addMany(animals, "Rex")
+
+	for after := 0; b.Loop(); after = (after + 1) % animals {
+		target := fmt.Sprint("/v1/pets?after=", after)
+		if status := s.statusOf("GET", target, ""); status != 200 {
+			b.Fatalf("GET %s = %d, want 200", target, status)
+		}
+	}
+}
+
+// BenchmarkCreates adds animals in parallel, as group commit needs: -cpu 64 for 64 clients.
+func BenchmarkCreates(b *testing.B) {
+	s := newService(b)
+	b.SetParallelism(32) // goroutines for each processor: they wait for the disk
+
+	b.RunParallel(func(pb *testing.PB) {
+		for pb.Next() {
+			if status := s.statusOf("POST", "/v1/pets", rex); status != 201 {
+				b.Errorf("POST /v1/pets = %d, want 201", status)
+			}
+		}
+	})
+}
+
+// Helpers.
+
 // testKey and otherKey are the API keys that a service under test accepts.
-const testKey, otherKey = "test-key", "other-key"
+const (
+	testKey  = "test-key"
+	otherKey = "other-key"
+)
 
 // rex is an animal to add.
 const rex = `{"name":"Rex","categoryId":7}`
 
-// service is a whole service on its own database file.
-type service struct {
-	t     testing.TB
-	db    string       // the database file
-	close func() error // closes the database; the end of the test does that, too
-	*server
+// client sends requests, with testKey unless a test says otherwise, and checks every response
+// against openapi.json.
+type client struct {
+	t    testing.TB
+	url  string // of the service, "" if it is in this process
+	send func(*http.Request) (*http.Response, error)
 }
 
-// parallelService opens a service on a new database, for a test that may run in parallel with others.
+// reply is a response that has been read, and the request that it answers.
+type reply struct {
+	t       testing.TB
+	request string // for messages
+	status  int
+	header  http.Header
+	body    string
+	closes  bool // the response has Connection: close
+}
+
+// do sends a request. A header is written as "Name: value"; "Authorization:" sends no API key.
+func (c *client) do(method, target, body string, headers ...string) reply {
+	c.t.Helper()
+	return c.doRequest(httptest.NewRequest(method, c.url+target, strings.NewReader(body)), headers...)
+}
+
+// get sends a GET request.
+func (c *client) get(target string, headers ...string) reply {
+	c.t.Helper()
+	return c.do("GET", target, "", headers...)
+}
+
+// post sends POST /v1/pets.
+func (c *client) post(body string, headers ...string) reply {
+	c.t.Helper()
+	return c.do("POST", "/v1/pets", body, headers...)
+}
+
+// doRequest sends a request that the test has made. It fails the test if there is no response.
+func (c *client) doRequest(r *http.Request, headers ...string) reply {
+	c.t.Helper()
+	a, err := c.try(r, headers...)
+	if err != nil {
+		c.t.Fatalf("%s %s: %v", r.Method, r.URL, err)
+	}
+	return a
+}
+
+// try is doRequest, but returns an error if there is no response.
+func (c *client) try(r *http.Request, headers ...string) (reply, error) {
+	c.t.Helper()
+	setHeaders(r, headers)
+	r.RequestURI = "" // or http.Client refuses a request of httptest.NewRequest
+	resp, err := c.send(r)
+	if err != nil {
+		return reply{}, err
+	}
+	return readReply(c.t, r, resp)
+}
+
+// setHeaders adds headers to a request, and testKey unless there is an Authorization among them.
+func setHeaders(r *http.Request, headers []string) {
+	withKey := true
+	for _, h := range headers {
+		name, value, _ := strings.Cut(h, ":")
+		value = strings.TrimPrefix(value, " ")
+		if name == "Authorization" {
+			withKey = false
+			if value == "" {
+				continue
+			}
+		}
+		r.Header.Add(name, value)
+	}
+	if withKey {
+		r.Header.Set("Authorization", "Bearer "+testKey)
+	}
+}
+
+// readReply reads a response, and checks it against openapi.json.
+func readReply(t testing.TB, r *http.Request, resp *http.Response) (reply, error) {
+	t.Helper()
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return reply{}, err
+	}
+
+	a := reply{
+		t:       t,
+		request: fmt.Sprintf("%.200s %.500s", r.Method, r.URL),
+		status:  resp.StatusCode,
+		header:  resp.Header,
+		body:    string(body),
+		closes:  resp.Close,
+	}
+	for _, fault := range contractFaults(r, a) {
+		t.Errorf("%s = %d: %s", a.request, a.status, fault)
+	}
+	return a, nil
+}
+
+// want checks the status of a response, and that its body contains all the words.
+func (a reply) want(status int, words ...string) reply {
+	a.t.Helper()
+	if a.status != status {
+		a.t.Errorf("%s = %d %s, want %d", a.request, a.status, a.body, status)
+	}
+	for _, w := range words {
+		if !strings.Contains(a.body, w) {
+			a.t.Errorf("%s = %d %s, want %q in it", a.request, a.status, a.body, w)
+		}
+	}
+	return a
+}
+
+// decode decodes the body of a response.
+func decode[T any](a reply) (v T) {
+	a.t.Helper()
+	if err := json.Unmarshal([]byte(a.body), &v); err != nil {
+		a.t.Fatalf("%s = %s: %v", a.request, a.body, err)
+	}
+	return v
+}
+
+// add adds an animal and returns it.
+func (c *client) add(name string, category int64, status string) pet {
+	c.t.Helper()
+	body := encode(newPet{Name: name, CategoryID: category, Status: status})
+	return decode[pet](c.post(string(body)).want(201))
+}
+
+// service is the whole service on a database of its own, in this process.
+type service struct {
+	t testing.TB
+	client
+	database
+	*server
+	close func() error // closes the store; the end of the test does that, too
+}
+
+// newService opens a service on a new database. It logs to the test, and to logs.
+func newService(t testing.TB, logs ...io.Writer) *service {
+	t.Helper()
+	return openService(t, filepath.Join(t.TempDir(), "animals.db"), logs...)
+}
+
+// openService opens a service on the database in a file.
+func openService(t testing.TB, file string, logs ...io.Writer) *service {
+	t.Helper()
+	if _, ok := t.(*testing.T); ok { // for benchmarks and fuzz tests it would be too much
+		logs = append(logs, t.Output())
+	}
+	logger := slog.New(slog.NewTextHandler(io.MultiWriter(logs...), nil))
+
+	k, err := loadKeys(config{apiKeys: testKey + "," + otherKey, apiKeysSet: true})
+	must(t, err)
+	st, err := openStore(file, logger)
+	must(t, err)
+
+	s := &service{
+		t:        t,
+		database: database{t, file},
+		server:   newServer(routes(st, k), logger),
+		close:    sync.OnceValue(st.close),
+	}
+	s.client = client{t: t, send: s.respond}
+	t.Cleanup(func() { must(t, s.close()) })
+	return s
+}
+
+// respond lets the handler of the service answer a request, without a network.
+func (s *service) respond(r *http.Request) (*http.Response, error) {
+	w := httptest.NewRecorder()
+	r.RequestURI = r.URL.RequestURI()
+	s.ServeHTTP(w, r)
+	return w.Result(), nil
+}
+
+// parallelService opens a service on a new database, for a test that runs in parallel with others.
 func parallelService(t *testing.T) *service {
 	t.Helper()
 	t.Parallel()
@@ -79,161 +4804,312 @@ func parallelService(t *testing.T) *service {
 	return newService(t)
 }
 
-// limitTime ends the tests with a panic that names t if it runs for longer than 30 seconds from now.
+// withFakeClock runs a test on a service under a fake clock, in parallel with other tests.
+func withFakeClock(t *testing.T, test func(t *testing.T, s *service), logs ...io.Writer) {
+	t.Parallel()
+	limitTime(t)
+	synctest.Test(t, func(t *testing.T) { test(t, newService(t, logs...)) })
+}
+
+// limitTime ends all tests with a panic that names t if it takes longer than 30 seconds by the real
+// clock: a fake one stands still while a goroutine waits for a lock.
 func limitTime(t *testing.T) {
 	limit := time.AfterFunc(30*time.Second, func() { panic(t.Name() + " hangs") })
 	t.Cleanup(func() { limit.Stop() })
 }
 
-// newService opens a service on a new database. It logs to the test and to logs.
-func newService(t testing.TB, logs ...io.Writer) *service {
-	t.Helper()
-	return openService(t, filepath.Join(t.TempDir(), "animals.db"), logs...)
-}
-
-// withFakeClock runs a test on a service under a fake clock, in parallel with other tests.
-func withFakeClock(t *testing.T, test func(t *testing.T, s *service), logs ...io.Writer) {
-	t.Parallel()
-	limitTime(t) // by the real clock: the fake one stands still while a goroutine waits for a lock
-	synctest.Test(t, func(t *testing.T) { test(t, newService(t, logs...)) })
-}
-
-func openService(t testing.TB, db string, logs ...io.Writer) *service {
-	t.Helper()
-	k := try(loadKeys(lookup(map[string]string{"API_KEYS": testKey + "," + otherKey}), ""))(t)
-	st, _, err := openStore(db)
-	must(t, err)
-	if _, ok := t.(*testing.T); ok { // in benchmarks and fuzz tests there would be too much of it
-		logs = append(logs, t.Output())
-	}
-	log := slog.New(slog.NewTextHandler(io.MultiWriter(logs...), nil))
-	s := &service{t: t, db: db, close: sync.OnceValue(st.close), server: newServer(st, k, log)}
-	t.Cleanup(func() { must(t, s.close()) })
-	return s
-}
-
-// reply is a response that has been read.
-type reply struct {
-	request string // method and URL, and the body if there is one
-	status  int
-	header  http.Header
-	body    string
-}
-
-// do sends a request with a valid key and headers ("Name: value"; "Authorization:" sends no key), and checks the response.
-func (s *service) do(method, target, body string, headers ...string) reply {
-	s.t.Helper()
-	a := s.doRequest(httptest.NewRequest(method, target, strings.NewReader(body)), headers...)
-	a.request = fmt.Sprintf("%s %.500s", a.request, body)
-	return a
-}
-
-// doRequest does the same with a request made by the caller.
-func (s *service) doRequest(r *http.Request, headers ...string) reply {
-	s.t.Helper()
-	setHeaders(r, headers)
-	w := httptest.NewRecorder()
-	s.ServeHTTP(w, r)
-	return checked(s.t, r, w.Result())
-}
-
-func setHeaders(r *http.Request, headers []string) {
-	if !slices.ContainsFunc(headers, func(h string) bool { return strings.HasPrefix(h, "Authorization:") }) {
-		r.Header.Set("Authorization", "Bearer "+testKey)
-	}
-	for _, h := range headers {
-		name, value, _ := strings.Cut(h, ":")
-		if value = strings.TrimPrefix(value, " "); name != "" && (value != "" || name != "Authorization") {
-			r.Header.Add(name, value)
-		}
-	}
-}
-
-// checked reads a response and checks it against openapi.json and the rules for all responses.
-func checked(t testing.TB, r *http.Request, resp *http.Response) reply {
-	t.Helper()
-	defer resp.Body.Close()
-	body := try(io.ReadAll(resp.Body))(t)
-	a := reply{fmt.Sprintf("%.500s %.500s", r.Method, r.URL), resp.StatusCode, resp.Header, string(body)}
-	for _, fault := range contractFaults(r, a) {
-		t.Errorf("%s = %d: %s", a.request, a.status, fault)
-	}
-	return a
-}
-
-// want checks the status of a response, and that its body contains words.
-func (s *service) want(a reply, status int, words string) {
-	s.t.Helper()
-	if a.status != status || !strings.Contains(a.body, words) {
-		s.t.Errorf("%s = %d %s, want %d with %q", a.request, a.status, a.body, status, words)
-	}
-}
-
-// add adds an animal and returns it.
-func (s *service) add(name string, category int64, status string) pet {
-	s.t.Helper()
-	body := try(json.Marshal(newPet{name, category, status}))(s.t)
-	a := s.do("POST", "/v1/pets", string(body))
-	s.want(a, 201, string(body[1:])) // in the response the id precedes it
-	return decode[pet](s.t, a)
-}
-
-func decode[T any](t testing.TB, a reply) T {
-	t.Helper()
-	var v T
-	must(t, json.Unmarshal([]byte(a.body), &v))
-	return v
-}
-
-// sqlite3 runs statements as another program would.
-func (s *service) sqlite3(statements string, args ...any) {
-	s.t.Helper()
-	db := connect(s.t, s.db)
-	defer db.Close()
-	if _, err := db.Exec(statements, args...); err != nil {
-		s.t.Fatalf("%s: %v", statements, err)
-	}
-}
-
-// query returns the value that another program would read.
-func (s *service) query(query string) (value string) {
-	s.t.Helper()
-	db := connect(s.t, s.db)
-	defer db.Close()
-	must(s.t, db.QueryRow(query).Scan(&value))
-	return value
-}
-
-// wantSQL checks the value that a query returns.
-func (s *service) wantSQL(query, want string) {
-	s.t.Helper()
-	if got := s.query(query); got != want {
-		s.t.Errorf("%s: %s, want %s", query, got, want)
-	}
-}
-
-// addMany adds animals with a name, as another program would.
-func (s *service) addMany(count int, name string) {
-	s.t.Helper()
-	s.sqlite3(`WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)
-		INSERT INTO pets (name, category_id, status) SELECT ?, 1, iif(i % 400 = 0, 'pending', 'sold') FROM n`, count, name)
+// database is a database file, as other programs use it.
+type database struct {
+	t    testing.TB
+	file string
 }
 
 // connect opens the database as another program would.
-func connect(t testing.TB, file string) *sql.DB {
-	t.Helper()
-	db := try(sql.Open("sqlite", (&url.URL{Scheme: "file", Path: file, RawQuery: "_pragma=busy_timeout(10000)"}).String()))(t)
+func (d database) connect() *sql.DB {
+	d.t.Helper()
+	location := url.URL{Scheme: "file", Path: d.file, RawQuery: "_pragma=busy_timeout(10000)"}
+	db, err := sql.Open("sqlite", location.String())
+	must(d.t, err)
 	db.SetMaxOpenConns(1)
-	t.Cleanup(func() { db.Close() })
+	d.t.Cleanup(func() { db.Close() })
 	return db
 }
 
-// try returns a function that returns v, or fails the test if err is not nil.
-func try[T any](v T, err error) func(t testing.TB) T {
-	return func(t testing.TB) T {
-		t.Helper()
-		must(t, err)
-		return v
+// exec runs SQL statements.
+func (d database) exec(statements string, args ...any) {
+	d.t.Helper()
+	db := d.connect()
+	defer db.Close()
+	if _, err := db.Exec(statements, args...); err != nil {
+		d.t.Fatalf("%s: %v", statements, err)
+	}
+}
+
+// query returns the value that a query returns, as text.
+func (d database) query(query string) (value string) {
+	d.t.Helper()
+	db := d.connect()
+	defer db.Close()
+	if err := db.QueryRow(query).Scan(&value); err != nil {
+		d.t.Fatalf("%s: %v", query, err)
+	}
+	return value
+}
+
+// wantQuery checks the value that a query returns.
+func (d database) wantQuery(query, want string) {
+	d.t.Helper()
+	if got := d.query(query); got != want {
+		d.t.Errorf("%s = %s, want %s", query, got, want)
+	}
+}
+
+// addMany adds animals with a name.
+func (d database) addMany(count int, name string) {
+	d.t.Helper()
+	d.exec(`WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)
+		INSERT INTO pets (name, category_id, status)
+		SELECT ?, 1, iif(i % 400 = 0, 'pending', 'sold') FROM n`, count, name)
+}
+
+// lock takes the write lock, until unlock is called.
+func (d database) lock() (unlock func()) {
+	d.t.Helper()
+	db := d.connect()
+	_, err := db.Exec("BEGIN IMMEDIATE")
+	must(d.t, err)
+	return func() { must(d.t, db.Close()) }
+}
+
+// connections holds the open connections of the last service on each database file. The first is
+// the one that writes.
+var connections = struct {
+	sync.Mutex
+	to map[string][]sqlite.ExecQuerierContext
+}{to: map[string][]sqlite.ExecQuerierContext{}}
+
+// callbacks maps a database file to the func() error that the SQL expression call(file) runs.
+var callbacks sync.Map
+
+// watchSQLite makes the driver fill connections, and run callbacks.
+func watchSQLite() {
+	sqlite.RegisterConnectionHook(func(conn sqlite.ExecQuerierContext, dsn string) error {
+		location, err := url.Parse(dsn)
+		connections.Lock()
+		defer connections.Unlock()
+
+		file := location.Path
+		switch location.Query().Get("mode") {
+		case "rwc":
+			connections.to[file] = []sqlite.ExecQuerierContext{conn}
+		case "ro", "rw":
+			connections.to[file] = append(connections.to[file], conn)
+		}
+		return err
+	})
+
+	call := func(_ *sqlite.FunctionContext, args []driver.Value) (driver.Value, error) {
+		f, _ := callbacks.Load(args[0])
+		return nil, f.(func() error)()
+	}
+	sqlite.MustRegisterScalarFunction("call", 1, call)
+}
+
+// connections returns the open connections of the service. The first is the one that writes.
+func (s *service) connections() []sqlite.ExecQuerierContext {
+	connections.Lock()
+	defer connections.Unlock()
+	return slices.Clone(connections.to[s.file])
+}
+
+// pragma runs a PRAGMA on a connection of the service, and returns its result, if there is one.
+func (s *service) pragma(connection int, text string) string {
+	s.t.Helper()
+	conn := s.connections()[connection]
+	rows, err := conn.QueryContext(context.Background(), "PRAGMA "+text, nil)
+	must(s.t, err)
+	defer rows.Close()
+
+	value := make([]driver.Value, max(1, len(rows.Columns())))
+	rows.Next(value) // returns io.EOF if there is no result
+	return fmt.Sprint(value[0])
+}
+
+// onRead makes the service call f whenever it reads an animal. The first call replaces the table by
+// a view, of the table animals.
+func (s *service) onRead(f func() error) {
+	s.t.Helper()
+	_, again := callbacks.Swap(s.file, f)
+	if !again {
+		s.exec("ALTER TABLE pets RENAME TO animals; CREATE VIEW pets AS SELECT id, " +
+			"coalesce(call('" + s.file + "'), name) AS name, category_id, status FROM animals")
+	}
+}
+
+// onCommit makes the service call f whenever it commits.
+func (s *service) onCommit(f func()) {
+	s.connections()[0].(sqlite.HookRegisterer).RegisterCommitHook(func() int32 {
+		f()
+		return 0
+	})
+}
+
+// pipes is a net.Listener for connections in memory, which work under a fake clock.
+type pipes struct {
+	conns  chan net.Conn
+	closed context.Context
+	cancel context.CancelFunc // ends closed
+}
+
+func (l *pipes) Accept() (net.Conn, error) {
+	select {
+	case conn := <-l.conns:
+		return conn, nil
+	case <-l.closed.Done():
+		return nil, net.ErrClosed
+	}
+}
+
+func (l *pipes) Close() error {
+	l.cancel()
+	return nil
+}
+
+func (l *pipes) Addr() net.Addr { return &net.TCPAddr{} }
+
+// dial opens a connection and sends text on it.
+func (l *pipes) dial(text string) net.Conn {
+	client, server := net.Pipe()
+	l.conns <- server
+	go io.WriteString(client, text)
+	synctest.Wait()
+	return client
+}
+
+// receive reads the response to a request that was sent on conn.
+func (s *service) receive(conn net.Conn, method, target string) reply {
+	s.t.Helper()
+	r := httptest.NewRequest(method, target, nil)
+	setHeaders(r, nil)
+	resp, err := http.ReadResponse(bufio.NewReader(conn), r)
+	must(s.t, err)
+	a, err := readReply(s.t, r, resp)
+	must(s.t, err)
+	return a
+}
+
+// serveOn serves connections from ln until stop is called. stop returns when the service has
+// stopped.
+func (s *service) serveOn(ln net.Listener) (stop func()) {
+	ctx, cancel := context.WithCancel(s.t.Context())
+	ended := make(chan error)
+	go func() { ended <- s.serve(ctx, ln) }()
+	return func() {
+		s.t.Helper()
+		cancel()
+		must(s.t, <-ended)
+	}
+}
+
+// serveInMemory serves connections in memory, under a fake clock, until stop is called.
+func (s *service) serveInMemory() (ln *pipes, stop func()) {
+	ln = &pipes{conns: make(chan net.Conn)}
+	ln.closed, ln.cancel = context.WithCancel(context.Background())
+	s.t.Cleanup(func() { time.Sleep(time.Minute) }) // until all goroutines of net/http have ended
+	return ln, s.serveOn(ln)
+}
+
+// process is the program, running as a process.
+type process struct {
+	client
+	cmd    *exec.Cmd
+	stderr *os.File // the end of the pipe from which the test reads the log
+	lines  *bufio.Scanner
+	log    strings.Builder // all that was read of it
+}
+
+// execSelf is the line of shell that becomes the program.
+const execSelf = `exec "$0" "$@"`
+
+// command returns a command that runs the program on a free port and a new database, unless args
+// say otherwise. shell is a line of shell that ends in execSelf.
+func command(t testing.TB, shell string, args ...string) *exec.Cmd {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	t.Cleanup(cancel)
+
+	all := []string{"-c", shell, os.Args[0],
+		"-addr", "127.0.0.1:0", "-db", filepath.Join(t.TempDir(), "animals.db")}
+	cmd := exec.CommandContext(ctx, "sh", append(all, args...)...)
+	cmd.Env = append(os.Environ(), "ANIMALSTORE_PROCESS=1", "API_KEYS="+testKey)
+	_, err := cmd.StdinPipe() // its end tells the process that the test is over: see TestMain
+	must(t, err)
+	return cmd
+}
+
+// start starts the program on a database, and waits until it serves.
+func start(t testing.TB, db string) *process {
+	t.Helper()
+	return startCommand(t, command(t, execSelf, "-db", db))
+}
+
+// startCommand starts the program, and waits until it serves.
+func startCommand(t testing.TB, cmd *exec.Cmd) *process {
+	t.Helper()
+	r, w, err := os.Pipe()
+	must(t, err)
+	cmd.Stderr = w
+	must(t, cmd.Start())
+	w.Close()
+
+	p := &process{cmd: cmd, stderr: r, lines: bufio.NewScanner(r)}
+	t.Cleanup(func() {
+		cmd.Process.Kill()
+		cmd.Wait()
+		r.Close()
+	})
+	p.client = client{t: t, send: http.DefaultClient.Do}
+	p.url = p.awaitLog(`msg=started url=(\S+)`)[1]
+	return p
+}
+
+// awaitLog reads the log up to a line that matches pattern, and returns the submatches.
+func (p *process) awaitLog(pattern string) []string {
+	p.t.Helper()
+	for p.lines.Scan() {
+		fmt.Fprintln(&p.log, p.lines.Text())
+		if match := regexp.MustCompile(pattern).FindStringSubmatch(p.lines.Text()); match != nil {
+			return match
+		}
+	}
+	p.t.Fatalf("the log has no line with %s: %s", pattern, p.log.String())
+	return nil
+}
+
+// awaitEnd waits until the process has ended, and returns its exit status and its whole log.
+func (p *process) awaitEnd() (status int, log string) {
+	p.t.Helper()
+	for p.lines.Scan() {
+		fmt.Fprintln(&p.log, p.lines.Text())
+	}
+	p.cmd.Wait()
+	return p.cmd.ProcessState.ExitCode(), p.log.String()
+}
+
+// stop stops the process with a signal, and returns its exit status and its whole log.
+func (p *process) stop(sig syscall.Signal) (status int, log string) {
+	p.t.Helper()
+	p.cmd.Process.Signal(sig)
+	return p.awaitEnd()
+}
+
+// shell runs a line of shell in a folder.
+func shell(t testing.TB, dir, line string, args ...string) {
+	t.Helper()
+	cmd := exec.Command("sh", append([]string{"-e", "-c", line}, args...)...)
+	cmd.Dir = dir
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%s: %v %s", line, err, out)
 	}
 }
 
@@ -266,1703 +5142,40 @@ func repeat(n int, f func(i int)) (stop func()) {
 			}
 		})
 	}
-	return func() { stopped.Store(true); all.Wait() }
+	return func() {
+		stopped.Store(true)
+		all.Wait()
+	}
 }
 
-// lookup returns a replacement of os.LookupEnv for the given environment.
+// lookup returns a replacement of os.LookupEnv for an environment.
 func lookup(env map[string]string) func(string) (string, bool) {
-	return func(name string) (value string, ok bool) { value, ok = env[name]; return value, ok }
+	return func(name string) (string, bool) {
+		value, ok := env[name]
+		return value, ok
+	}
 }
 
-// writeFile creates a file with text in dir, and returns its path.
+// writeFile creates a file with text in a folder, and returns its path.
 func writeFile(t testing.TB, dir, name, text string) string {
 	t.Helper()
-	path := filepath.Join(dir, name)
-	must(t, os.WriteFile(path, []byte(text), 0o600))
-	return path
+	file := filepath.Join(dir, name)
+	must(t, os.WriteFile(file, []byte(text), 0o600))
+	return file
 }
 
-// snapshot lists the files in dir with their times and the sums of their contents, one a line.
+// snapshot lists the files in a folder, with their times and the sums of their contents.
 func snapshot(t testing.TB, dir string) (text string) {
 	t.Helper()
-	for _, e := range try(os.ReadDir(dir))(t) {
-		info, _ := e.Info()
-		data, _ := os.ReadFile(filepath.Join(dir, e.Name()))
+	entries, err := os.ReadDir(dir)
+	must(t, err)
+	for _, e := range entries {
+		info, err := e.Info()
+		must(t, err)
+		data, _ := os.ReadFile(filepath.Join(dir, e.Name())) // fails for a folder
 		text += fmt.Sprintf("%s %v %x\n", e.Name(), info.ModTime(), sha256.Sum256(data))
 	}
 	return text
-}
-
-func TestListPets(t *testing.T) {
-	s := parallelService(t)
-	if a := s.do("GET", "/v1/pets", ""); a.body != "[]\n" || a.header.Get("Link") != "" {
-		t.Errorf("an empty list is %q with Link %q", a.body, a.header.Get("Link"))
-	}
-	var all []pet
-	for i := range 45 {
-		all = append(all, s.add(fmt.Sprintf("animal %d", i), int64(i), petStatuses[i%3]))
-	}
-	sold := slices.DeleteFunc(slices.Clone(all), func(p pet) bool { return p.Status != "sold" })
-	for _, c := range []struct {
-		query, link string
-		want        []pet
-	}{
-		{"", "</v1/pets?after=20>", all[:20]},
-		{"?limit=1", "</v1/pets?after=1&limit=1>", all[:1]},
-		{"?limit=1", "</v1/pets?after=1&limit=1>", all[:1]}, // from the cache
-		{"?limit=45", "", all},
-		{"?after=44", "", all[44:]},
-		{"?after=0&limit=1", "</v1/pets?after=1&limit=1>", all[:1]},
-		{"?after=9223372036854775807", "", []pet{}},
-		{"?status=sold&limit=15", "", sold},
-		{"?limit=14&status=sold", "</v1/pets?after=42&limit=14&status=sold>", sold[:14]},
-	} {
-		a := s.do("GET", "/v1/pets"+c.query, "")
-		if got := decode[[]pet](t, a); a.status != 200 || !slices.Equal(got, c.want) {
-			t.Errorf("%s = %d %v, want %v", a.request, a.status, got, c.want)
-		}
-		if link := strings.TrimSuffix(a.header.Get("Link"), `; rel="next"`); link != c.link {
-			t.Errorf("%s has Link %s, want %s", a.request, link, c.link)
-		}
-	}
-}
-
-// validBodies are accepted, and read back as they are.
-var validBodies = []string{
-	"{\r\n\t\"name\":\t\"x\",\r\n\t\"categoryId\":\r\n1,\t\"status\"\n:\r\"pending\"\t}",
-	`{"name":"}]:,{[\"\\","categoryId":-9223372036854775808}`,
-	`{"name":"\uD7A3\uE000\uDBFF\uDFFF\uD800\uDC00","categoryId":9223372036854775807}`,
-	`{"name":"\uD83D\uDC36\u00e9\\uD83D","categoryId":1}`,
-	`{"name":"` + strings.Repeat("🐶", 255) + `","categoryId":0,"status":"available"}`,
-}
-
-func TestCreatePet(t *testing.T) {
-	s := parallelService(t)
-	for i, c := range []struct{ body, want string }{
-		{rex, `"name":"Rex","categoryId":7,"status":"available"`},
-		{` { "status" : "sold" , "name" : " <&> " , "categoryId" : -1 } ` + "\r\n\t", `"name":" <&> ","categoryId":-1,"status":"sold"`},
-		{`{"n\u0061me":"\"\\\/\b\f\n\r\t","categoryId":1}`, `"name":"\"\\/\b\f\n\r\t","categoryId":1,"status":"available"`},
-	} {
-		want, location := fmt.Sprintf("{\"id\":%d,%s}\n", i+1, c.want), fmt.Sprintf("/v1/pets/%d", i+1)
-		a := s.do("POST", "/v1/pets", c.body, "Content-Type: application/json; charset=latin1")
-		if a.status != 201 || a.body != want || a.header.Get("Location") != location || a.header.Get("Connection") != "" {
-			t.Errorf("POST %s = %d %s, at %q, want %s", c.body, a.status, a.body, a.header.Get("Location"), want)
-		}
-	}
-	disconnected, cancel := context.WithCancel(t.Context())
-	cancel()                           // which must not interrupt anything
-	for _, body := range validBodies { // FuzzRequests reads them back
-		s.want(s.doRequest(httptest.NewRequestWithContext(disconnected, "POST", "/v1/pets", strings.NewReader(body))), 201, "")
-	}
-	s.want(s.doRequest(httptest.NewRequestWithContext(disconnected, "GET", "/v1/pets/1", nil)), 200, "")
-}
-
-func TestCreatePetRefusesInvalidBodies(t *testing.T) {
-	s := parallelService(t)
-	x99 := strings.Repeat("x", 99)
-	const nameRule = "name must be a string of 1 to 255 characters, not all white space, without U+0000, U+FFFD or unpaired surrogates"
-	for body, words := range map[string]string{
-		"":                                            "one JSON object",
-		`{"name":"x","categoryId":1,}`:                `one JSON object: invalid character '}' looking for beginning of object key string, at byte 28"`,
-		`["name","Rex","categoryId",7]`:               "one JSON object",
-		`{"name":"x","categoryId":1 `:                 `unexpected end of JSON input, at byte 27"`,
-		rex + "{}":                                    "one JSON object",
-		"{\"name\":\"\xff\",\"categoryId\":1}":        "UTF-8",
-		`{}`:                                          "name is required; categoryId is required",
-		`{"name":null,"categoryId":null}`:             nameRule + "; categoryId must be an integer",
-		`{"name":"x","categoryID":1}`:                 `unknown member \"categoryID\"; categoryId is required`,
-		`{"` + x99 + `":1,"` + x99 + `":1}`:           `unknown member \"` + x99[:64] + `\"; \"` + x99[:64] + `\" must not be repeated`,
-		`{"name":"x","name":"x","categoryId":1}`:      `\"name\" must not be repeated`,
-		`{"name":"x","n\u0061me":"y","categoryId":1}`: `\"name\" must not be repeated`,
-		"{\"name\":\" \u00a0\u2003\u3000\u0085\",\"categoryId\":1}":  "name must be",
-		`{"name":"a\u0000b","categoryId":1}`:                         "name must be",
-		`{"name":"a\uFFFDb","categoryId":1}`:                         "name must be",
-		`{"name":"\uD83D","categoryId":1}`:                           "name must be",
-		`{"name":"\uD800\uE000","categoryId":1}`:                     "name must be",
-		`{"name":"` + strings.Repeat("é", 256) + `","categoryId":1}`: "name must be",
-		`{"name":"x","categoryId":9223372036854775808}`:              "categoryId must be",
-		`{"name":"x","categoryId":"1"}`:                              "categoryId must be",
-		`{"name":"x","categoryId":1e2}`:                              "categoryId must be",
-		`{"name":"x","categoryId":1,"status":null}`:                  "status must be available, pending or sold",
-		`{"status":["sold",[{}]],"name":"x","categoryId":1}`:         `"status must be available, pending or sold","status"`,
-		`{"status":1,"name":1,"x":{"name":2},"categoryId":[]}`:       "sold; " + nameRule + `; unknown member \"x\"; categoryId must be`,
-	} {
-		s.want(s.do("POST", "/v1/pets", body), 400, words)
-	}
-	s.want(s.do("GET", "/v1/pets", ""), 200, "[]\n")
-	exact := rex + strings.Repeat(" ", 64<<10-len(rex))
-	s.want(s.do("POST", "/v1/pets", exact), 201, "")
-	s.want(s.do("POST", "/v1/pets", exact+" "), 413, "65536")
-	r := httptest.NewRequest("POST", "/v1/pets", io.MultiReader(strings.NewReader(exact), strings.NewReader(" "))) // chunked
-	s.want(s.doRequest(r), 413, "65536")
-	r = httptest.NewRequest("POST", "/v1/pets", io.MultiReader(strings.NewReader(`{"name":`), iotest.ErrReader(io.ErrUnexpectedEOF)))
-	s.want(s.doRequest(r), 400, "read to its end") // the client disconnects
-}
-
-// TestRequests tests the status of responses, and which fault of several they report.
-func TestRequests(t *testing.T) {
-	s := parallelService(t)
-	s.add("Rex", 7, "pending")
-	s.sqlite3("INSERT INTO pets (id, name, category_id) VALUES (3, 'Tom', 8)")
-	large := strings.Repeat("x", 64<<10+1)
-	parameters := "?" // fifty
-	for i := range 50 {
-		parameters += fmt.Sprintf("&p%02d=1", i)
-	}
-	for _, c := range []struct {
-		request, headers, body string // headers are separated by |
-		status                 int
-		words                  string
-	}{
-		{"GET /v1/pets/1", "", "", 200, "Rex"},
-		{"GET /v1/pets/2", "", "", 404, "no animal"}, // the next animal is 3
-		{"GET /v1/pets/0", "", "", 404, "no animal"},
-		{"GET /v1/pets/-9223372036854775808", "", "", 404, "no animal"},
-		{"GET /v1/pets/01", "", "", 404, "no animal"},
-		{"GET /v1/pets/" + strings.Repeat("9", 3000), "", "", 404, "no animal"},
-		{"GET /v1/pets?limit=101", "", "", 400, "limit must be"},
-		{"GET /v1/pets?limit=05", "", "", 400, "limit must be"},
-		{"GET /v1/pets?limit=5&limit=5", "", "", 400, `\"limit\" must not be repeated`},
-		{"GET /v1/pets?status=Sold", "", "", 400, "status must be available, pending or sold"},
-		{"GET /v1/pets?after=-1", "", "", 400, "after must be"},
-		{"GET /v1/pets?after=9223372036854775808", "", "", 400, "after must be"},
-		{"GET /v1/pets?limit=5;after=1", "", "", 400, "malformed"},
-		{"GET /v1/pets?limit=0&status=x&foo=1", "", "", 400, `unknown parameter \"foo\"; limit must be an integer from 1 to 100; status must be`},
-		{"GET /v1/pets" + parameters, "", "", 400, `\"p09\"; and 40 more","status"`},
-		{"GET /v1/pets" + parameters[:1+10*len("&p00=1")], "", "", 400, `\"p09\"","status"`},
-		{"GET /v1/pets?" + strings.Repeat("x", 5000), "", "", 400, `unknown parameter \"` + large[:64] + `\"`},
-		{"GET /", "", "", 404, "nothing at this path"},
-		{"GET /v1/pets/", "", "", 404, "nothing at this path"},
-		{"GET //v1/pets", "", "", 404, "nothing at this path"},
-		{"GET /v1%2Fpets", "", "", 404, "nothing at this path"},
-		{"GET /v1/pets/%2F", "", "", 404, "nothing at this path"},
-		{"DELETE /v1/pets", "", "{", 405, `only GET, HEAD, POST"`},
-		{"POST /v1/pets/1", "", "{", 405, `only GET, HEAD"`},
-		{"POST /healthz", "", "{", 405, `only GET, HEAD"`},
-		{"DELETE /openapi.json", "", "{", 405, `only GET, HEAD"`},
-		{"DELETE /openapi.json", "Authorization:", "", 401, "API key"},
-		{"DELETE /healthz", "Authorization:", "", 401, "API key"},
-		{"GET /healthz", "Authorization:", "", 200, `{"status":"ok"}`},
-		{"GET /openapi.json", "Authorization:", "", 200, string(openAPI)},
-		{"POST /v1/pets?limit=x&anything", "Accept: text/html", rex, 201, "Rex"},
-		{"POST /v1/pets", `Content-Type: Application/JSON;charset="utf-16"`, rex, 201, "Rex"},
-		{"POST /v1/pets", "Content-Type: application/json; x", rex, 415, "application/json; x"},
-		{"POST /v1/pets", "Content-Type: application/json" + large[:99], rex, 415, `not \"application/json` + large[:48] + `\""`},
-		{"POST /v1/pets", "Content-Type:", rex, 415, ""},
-		{"POST /v1/pets", "Content-Type: application/json|Content-Type: application/json", rex, 415, ""},
-		{"POST /v1/pets", `Content-Type: application/json; x="a|Content-Type: b"`, rex, 415, ""},
-		{"POST /v1/pets", "Idempotency-Key: a b|Content-Type: text/plain|Authorization: Bearer x", large, 401, "API key"},
-		{"PATCH /v1/pets", "Idempotency-Key: a b|Content-Type: text/plain", large, 405, ""},
-		{"POST /v1/pets", "Idempotency-Key: a b|Content-Type: text/plain", large, 415, "text/plain"},
-		{"POST /v1/pets", "Idempotency-Key: a b", large, 400, "Idempotency-Key"},
-		{"POST /v1/pets", "", large, 413, "65536"},
-	} {
-		method, target, _ := strings.Cut(c.request, " ")
-		s.want(s.do(method, target, c.body, strings.Split(c.headers, "|")...), c.status, c.words)
-	}
-	for _, path := range []string{"/v1/pets", "/v1/pets/1", "/healthz", "/openapi.json", "/", "/v1", "/metrics", "/debug/vars", "/debug/pprof/"} {
-		for _, method := range []string{"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "QUERY"} {
-			s.do(method, path, "") // contractFaults knows which responses are documented
-			s.do(method, path, "", "Authorization:")
-		}
-	}
-}
-
-func TestAPIKeyCheck(t *testing.T) {
-	s := parallelService(t)
-	s.add("Rex", 7, "sold")
-	const missing, invalid = `Bearer realm="animalstore"`, `Bearer realm="animalstore", error="invalid_token"`
-	for headers, challenge := range map[string]string{ // "" if the key is valid
-		"Authorization: Bearer test-key":                                "",
-		"Authorization: bearer  other-key":                              "",
-		"Authorization:":                                                missing,
-		"Authorization: Basic dGVzdC1rZXk=":                             missing,
-		"Authorization: Bearer":                                         missing,
-		"Authorization: Bearer TEST-KEY":                                invalid,
-		"Authorization: Bearer test-key,other-key":                      invalid,
-		"Authorization: Bearer test-key|Authorization: Bearer test-key": missing,
-	} {
-		for _, target := range []string{"/v1/pets", "/v1/pets/1", "/v1/pets?access_token=test-key"} {
-			s.do("GET", target, "") // fills the cache, when it is no error
-			a := s.do("GET", target, "", strings.Split(headers, "|")...)
-			if refused := a.status == 401; refused != (challenge != "") || a.header.Get("WWW-Authenticate") != challenge {
-				t.Errorf("%s with %s = %d and WWW-Authenticate %q, want %q", a.request, headers, a.status, a.header.Get("WWW-Authenticate"), challenge)
-			}
-		}
-	}
-}
-
-func TestLoadKeys(t *testing.T) {
-	t.Parallel()
-	file := writeFile(t, t.TempDir(), "keys", "\ufeff# old, older\r\none\r\n\r\n  two#2 \n\t# oldest\n\tthree")
-	k, err := loadKeys(lookup(map[string]string{"API_KEYS": " four, #five ,,one"}), file)
-	if err != nil || len(k) != 5 {
-		t.Fatalf("%d keys, %v", len(k), err)
-	}
-	for key, want := range map[string]bool{"one": true, "two#2": true, "three": true, "four": true, "#five": true,
-		"": false, "# old": false, "older": false, "# oldest": false, "one\r": false} {
-		if _, challenge := k.authenticate(http.Header{"Authorization": {"Bearer " + key}}); (challenge == "") != want {
-			t.Errorf("key %q is valid: %v, want %v", key, challenge == "", want)
-		}
-	}
-	if k, err := loadKeys(lookup(map[string]string{"API_KEYS": " ,"}), file); err != nil || len(k) != 3 {
-		t.Errorf("with a file alone: %d keys, %v", len(k), err)
-	}
-}
-
-func TestIdempotencyKey(t *testing.T) {
-	s := parallelService(t)
-	first := s.do("POST", "/v1/pets", rex, "Idempotency-Key: k")
-	s.want(first, 201, `"id":1,`)
-	for i, same := range []string{rex, `{ "status":"available", "categoryId":7, "name":"\u0052ex" }`} {
-		s.sqlite3([]string{"UPDATE pets SET name = 'edited'", "DELETE FROM pets"}[i])
-		again := s.do("POST", "/v1/pets", same, "Idempotency-Key: k")
-		if again.status != 201 || again.body != first.body || again.header.Get("Idempotency-Replayed") != "true" ||
-			again.header.Get("Location") != first.header.Get("Location") {
-			t.Errorf("%s repeated = %d %s %v, want %s", same, again.status, again.body, again.header, first.body)
-		}
-	}
-	for _, other := range []string{`{"name":"rex","categoryId":7}`, `{"name":"Rex","categoryId":8}`, `{"name":"Rex","categoryId":7,"status":"sold"}`} {
-		s.want(s.do("POST", "/v1/pets", other, "Idempotency-Key: k"), 422, "idempotency_key_reused")
-	}
-	s.want(s.do("POST", "/v1/pets", `{"name":1}`, "Idempotency-Key: k"), 400, "name must")
-	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: K"), 201, `"id":2,`)
-	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k", "Authorization: Bearer "+otherKey), 201, `"id":3,`)
-	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k"), 201, first.body)
-	s.want(s.do("POST", "/v1/pets", rex), 201, `"id":4,`)
-	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: !"+strings.Repeat("~", 254)), 201, `"id":5,`)
-	for _, bad := range []string{"", " a b", " \x7f", " é", " a|Idempotency-Key: a", " " + strings.Repeat("k", 256)} {
-		s.want(s.do("POST", "/v1/pets", rex, strings.Split("Idempotency-Key:"+bad, "|")...), 400, "1 to 255 visible ASCII")
-	}
-	if n := s.query("SELECT count(*) FROM pets"); n != "4" || first.header.Get("Idempotency-Replayed") != "" {
-		t.Errorf("%s animals are stored, want 4; the headers of the first response are %v", n, first.header)
-	}
-}
-
-func TestIdempotencyKeyIsForgottenAfterADay(t *testing.T) {
-	s := parallelService(t)
-	create := func(key any, id int) {
-		t.Helper()
-		s.want(s.do("POST", "/v1/pets", rex, fmt.Sprint("Idempotency-Key: ", key)), 201, fmt.Sprintf(`"id":%d,`, id))
-	}
-	age := func(seconds int) { s.sqlite3("UPDATE idempotency_keys SET created = unixepoch() - ?", seconds) }
-	for i := range 10 {
-		create(i, i+1)
-	}
-	s.wantSQL("SELECT min(created) > unixepoch() - 60 AND max(created) <= unixepoch() FROM idempotency_keys", "1")
-	const day = idempotencyKeyLifetime
-	age(day - 1)
-	create(0, 1)
-	age(day + 1)
-	create(0, 11)
-	create(0, 11)
-	for i := range 4 { // each commit deletes two expired keys
-		create(fmt.Sprint("new-", i), 12+i)
-	}
-	s.wantSQL("SELECT count(*) FROM idempotency_keys", "5")
-}
-
-func TestPanicInAHandler(t *testing.T) {
-	t.Parallel()
-	var log bytes.Buffer
-	s := newService(t, &log)
-	w, r := httptest.NewRecorder(), httptest.NewRequest("GET", "/", nil)
-	s.answer(w, r, func(*exchange, *http.Request) error { panic("in a handler") })
-	s.want(checked(t, r, w.Result()), 500, `"internal error"`)
-	if !strings.Contains(log.String(), `error="panic: in a handler`) || !strings.Contains(log.String(), "server_test.go:") {
-		t.Errorf("no panic with its stack in the log: %s", log.String())
-	}
-}
-
-// pipes is a net.Listener for connections in memory, which work under a fake clock.
-type pipes struct {
-	conns  chan net.Conn
-	closed context.Context
-	close  context.CancelFunc
-}
-
-func (l *pipes) Accept() (net.Conn, error) {
-	select {
-	case conn := <-l.conns:
-		return conn, nil
-	case <-l.closed.Done():
-		return nil, net.ErrClosed
-	}
-}
-
-func (l *pipes) Close() error {
-	l.close()
-	return nil
-}
-
-func (l *pipes) Addr() net.Addr { return &net.TCPAddr{} }
-
-// dial opens a connection and sends text on it.
-func (l *pipes) dial(text string) net.Conn {
-	client, server := net.Pipe()
-	l.conns <- server
-	go io.WriteString(client, text)
-	synctest.Wait()
-	return client
-}
-
-// received returns the response to a request on conn.
-func (s *service) received(conn net.Conn, method, target string) (a reply, closes bool) {
-	s.t.Helper()
-	r := httptest.NewRequest(method, target, nil)
-	setHeaders(r, nil)
-	resp := try(http.ReadResponse(bufio.NewReader(conn), r))(s.t)
-	return checked(s.t, r, resp), resp.Close
-}
-
-// serve serves connections from ln until stop is called. stop returns when the service has stopped.
-func (s *service) serve(ln net.Listener) (stop func()) {
-	ctx, cancel := context.WithCancel(s.t.Context())
-	ended := make(chan error)
-	go func() { ended <- s.server.serve(ctx, ln) }()
-	return func() {
-		cancel()
-		must(s.t, <-ended)
-	}
-}
-
-// serveInMemory serves connections in memory until stop is called.
-func (s *service) serveInMemory() (ln *pipes, stop func()) {
-	ln = &pipes{conns: make(chan net.Conn)}
-	ln.closed, ln.close = context.WithCancel(context.Background())
-	s.t.Cleanup(func() { time.Sleep(time.Minute) }) // until all goroutines of net/http have ended
-	return ln, s.serve(ln)
-}
-
-const (
-	withKey  = "Host: x\r\nAuthorization: Bearer " + testKey + "\r\n"
-	length29 = "Content-Length: 29\r\n\r\n" // of rex
-	post     = "POST /v1/pets HTTP/1.1\r\n"
-	getList  = "GET /v1/pets HTTP/1.1\r\n" + withKey + "\r\n"
-)
-
-// TestStop stops the service while a connection is in one of several states.
-func TestStop(t *testing.T) {
-	t.Parallel()
-	const soon, late = 250 * time.Millisecond, 5250 * time.Millisecond
-	for what, c := range map[string]struct {
-		sent        string
-		later       string        // what is sent repeatedly during the stop
-		every       time.Duration // how often
-		status      int           // of the response, 0 if there is none
-		least, most time.Duration
-	}{
-		"an idle connection":               {getList, "", 0, 200, soon, soon},
-		"a request on an idle connection":  {getList, getList, 200 * time.Millisecond, 200, soon, soon},
-		"a connection that sent nothing":   {"", "", 0, 0, soon, time.Second},
-		"a request on a new connection":    {"", getList, 200 * time.Millisecond, 200, soon, time.Second},
-		"a slow body without a key":        {post + "Host: x\r\nContent-Length: 1000000\r\n\r\n", "x", 100 * time.Millisecond, 401, soon, 3 * time.Second},
-		"a request whose body comes late":  {post + withKey + length29, rex, 4 * time.Second, 201, 4 * time.Second, late},
-		"a request whose body never comes": {post + withKey + length29, "", 0, 0, late, late},
-	} {
-		synctest.Test(t, func(t *testing.T) {
-			var log bytes.Buffer
-			s := newService(t, &log)
-			ln, stop := s.serveInMemory()
-			conn := ln.dial(c.sent)
-			if c.sent == getList {
-				s.received(conn, "GET", "/v1/pets")
-			}
-			if c.later != "" {
-				go func() {
-					if c.sent == "" {
-						time.Sleep(time.Millisecond) // until the stop has begun
-						conn = ln.dial("")
-					}
-					go func() {
-						for err := error(nil); err == nil; _, err = io.WriteString(conn, c.later) {
-							time.Sleep(c.every)
-						}
-					}()
-					method, _, _ := strings.Cut(c.sent+c.later, " ")
-					if a, closes := s.received(conn, method, "/v1/pets"); a.status != c.status || !closes {
-						t.Errorf("%s = %d %s, Connection: close %v", what, a.status, a.body, closes)
-					}
-				}()
-			}
-			start := time.Now()
-			stop()
-			synctest.Wait()
-			if took := time.Since(start); took < c.least || took > c.most {
-				t.Errorf("%s: the stop took %v, want %v to %v", what, took, c.least, c.most)
-			}
-			if cut := strings.Contains(log.String(), "connections were cut off"); c.least == late && !cut || c.most < late && cut {
-				t.Errorf("%s: the log says that connections were cut off: %v; %s", what, cut, log.String())
-			}
-		})
-	}
-}
-
-// TestLimitOfHeaders also sends a request that net/http would answer by itself.
-func TestLimitOfHeaders(t *testing.T) {
-	withFakeClock(t, func(t *testing.T, s *service) {
-		ln, stop := s.serveInMemory()
-		for request, want := range map[string]string{
-			"GET /healthz HTTP/1.1\r\nX: " + strings.Repeat("x", 15<<10): "HTTP/1.1 200",
-			"GET /healthz HTTP/1.1\r\nX: " + strings.Repeat("x", 17<<10): "HTTP/1.1 431",
-			"OPTIONS * HTTP/1.1": "HTTP/1.1 401",
-		} {
-			conn := ln.dial(request + "\r\nHost: x\r\n\r\n")
-			if line, _ := bufio.NewReader(conn).ReadString('\n'); !strings.HasPrefix(line, want) {
-				t.Errorf("%.30s with %d bytes = %q, want %s", request, len(request), line, want)
-			}
-			conn.Close()
-		}
-		stop()
-	})
-}
-
-func TestTimeouts(t *testing.T) {
-	withFakeClock(t, func(t *testing.T, s *service) {
-		ln, stop := s.serveInMemory()
-		for sent, want := range map[string]time.Duration{"": 5 * time.Second, getList[:9]: 5 * time.Second, getList: 75 * time.Second} {
-			start := time.Now()
-			io.Copy(io.Discard, ln.dial(sent))
-			if took := time.Since(start); took != want {
-				t.Errorf("after %q the connection was closed after %v, want %v", sent, took, want)
-			}
-		}
-		for wait, whole := range map[time.Duration]bool{19 * time.Second: true, 21 * time.Second: false} {
-			conn := ln.dial("GET /openapi.json HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-			time.Sleep(wait)
-			if n, _ := io.Copy(io.Discard, conn); (n > int64(len(openAPI))) != whole {
-				t.Errorf("a client that reads after %v gets %d bytes", wait, n)
-			}
-		}
-		for header, c := range map[string]struct { // with a part of the body
-			status int
-			wait   time.Duration // until the response
-		}{
-			withKey + length29: {408, 10 * time.Second},
-			withKey + "Content-Type: text/plain\r\n" + length29:  {415, 2 * time.Second},
-			"Host: x\r\n" + length29:                             {401, 2 * time.Second},
-			"Host: x\r\nConnection: close\r\n" + length29:        {401, 0},
-			"Host: x\r\nTransfer-Encoding: chunked\r\n\r\n9\r\n": {401, 2 * time.Second},
-		} {
-			start := time.Now()
-			conn := ln.dial(post + header + `{"name":`)
-			a, closes := s.received(conn, "POST", "/v1/pets")
-			if took := time.Since(start); a.status != c.status || took != c.wait || !closes {
-				t.Errorf("%q: %d after %v, Connection: close %v; want %d after %v", header, a.status, took, closes, c.status, c.wait)
-			}
-			io.Copy(io.Discard, conn) // until the connection is closed
-			if took := time.Since(start); took > c.wait+4*time.Second {
-				t.Errorf("%q: the connection was closed after %v", header, took)
-			}
-		}
-		stop()
-	})
-}
-
-// TestResponseReachesClientsThatSendFirst sends large bodies, and reads the response only afterwards.
-func TestResponseReachesClientsThatSendFirst(t *testing.T) {
-	s := parallelService(t)
-	ln := try(net.Listen("tcp", "127.0.0.1:0"))(t)
-	stop := s.serve(ln)
-	body := bytes.Repeat([]byte("x"), 1_000_000)
-	for header, status := range map[string]int{
-		post + withKey: 413, post + withKey + "Connection: close\r\n": 413, post + "Host: x\r\n": 401, post + "Host: x\r\nConnection: close\r\n": 401,
-		getList[:len(getList)-2]: 200, getList[:len(getList)-2] + "Connection: close\r\n": 200,
-	} {
-		for range 25 {
-			conn := try(net.Dial("tcp", ln.Addr().String()))(t)
-			try(fmt.Fprintf(conn, "%sContent-Length: %d\r\n\r\n%s", header, len(body), body))(t)
-			a, _ := s.received(conn, strings.Fields(header)[0], "/v1/pets")
-			s.want(a, status, "")
-			conn.Close()
-		}
-	}
-	stop()
-}
-
-// connections holds the open connections of the last service on each database file; the first is the one that writes.
-var connections = struct {
-	sync.Mutex
-	to map[string][]sqlite.ExecQuerierContext
-}{to: map[string][]sqlite.ExecQuerierContext{}}
-
-// callbacks maps the path of a database file to the func() error that the SQL expression call(path) runs.
-var callbacks sync.Map
-
-// watchSQLite makes the driver fill connections and call callbacks.
-func watchSQLite() {
-	sqlite.RegisterConnectionHook(func(conn sqlite.ExecQuerierContext, dsn string) error {
-		opened, err := url.Parse(dsn)
-		connections.Lock()
-		defer connections.Unlock()
-		switch file := opened.Path; opened.Query().Get("mode") {
-		case "rwc":
-			connections.to[file] = []sqlite.ExecQuerierContext{conn}
-		case "ro", "rw":
-			connections.to[file] = append(connections.to[file], conn)
-		}
-		return err
-	})
-	sqlite.MustRegisterScalarFunction("call", 1, func(_ *sqlite.FunctionContext, args []driver.Value) (driver.Value, error) {
-		f, _ := callbacks.Load(args[0])
-		return nil, f.(func() error)()
-	})
-}
-
-// connections returns the open connections of the service; the first is the one that writes.
-func (s *service) connections() []sqlite.ExecQuerierContext {
-	connections.Lock()
-	defer connections.Unlock()
-	return slices.Clone(connections.to[s.db])
-}
-
-// pragma runs a PRAGMA on connection i of the service (it writes on 0), and returns its result, if there is one.
-func (s *service) pragma(i int, text string) string {
-	s.t.Helper()
-	rows := try(s.connections()[i].QueryContext(context.Background(), "PRAGMA "+text, nil))(s.t)
-	defer rows.Close()
-	value := make([]driver.Value, max(1, len(rows.Columns())))
-	rows.Next(value) // returns io.EOF if there is no result
-	return fmt.Sprint(value[0])
-}
-
-// onRead makes the service call f whenever it reads an animal. The first call replaces the table by a view.
-func (s *service) onRead(f func() error) {
-	s.t.Helper()
-	if _, again := callbacks.Swap(s.db, f); !again {
-		s.sqlite3("ALTER TABLE pets RENAME TO animals; " +
-			"CREATE VIEW pets AS SELECT id, coalesce(call('" + s.db + "'), name) AS name, category_id, status FROM animals")
-	}
-}
-
-// onCommit makes the service call f whenever it commits.
-func (s *service) onCommit(f func()) {
-	s.connections()[0].(sqlite.HookRegisterer).RegisterCommitHook(func() int32 {
-		f()
-		return 0
-	})
-}
-
-// lock takes the write lock, as another program would, until unlock is called.
-func (s *service) lock() (unlock func()) {
-	s.t.Helper()
-	db := connect(s.t, s.db)
-	try(db.Exec("BEGIN IMMEDIATE"))(s.t)
-	return func() { must(s.t, db.Close()) }
-}
-
-// TestCacheIsNeverBehindAnAcknowledgedWrite requests the list before a create, during its commit, and after it.
-func TestCacheIsNeverBehindAnAcknowledgedWrite(t *testing.T) {
-	s := parallelService(t)
-	list := func() string { return s.do("GET", "/v1/pets", "").body }
-	s.onCommit(func() { list() })
-	for i := range 20 { // repeated, because watch may happen to notice a change
-		name := fmt.Sprint("animal ", i)
-		list()
-		if s.add(name, 7, "sold"); !strings.Contains(list(), name) {
-			t.Errorf("the list after %s was added is %s", name, list())
-		}
-	}
-}
-
-// TestChangeDuringARead has another program edit the database during a read, and sends requests for the page during it, or only
-// afterwards. The edit shows within a second.
-func TestChangeDuringARead(t *testing.T) {
-	withFakeClock(t, func(t *testing.T, s *service) {
-		s.add("old", 7, "sold")
-		names := []string{"old", "first edit", "second edit"}
-		for i, edited := range names[1:] {
-			var held atomic.Bool
-			reading, goOn := make(chan bool), make(chan bool)
-			s.onRead(func() error {
-				if held.CompareAndSwap(false, true) { // the first read
-					close(reading)
-					<-goOn
-				}
-				return nil
-			})
-			time.Sleep(time.Second) // until the service has found the last change
-			page := fmt.Sprint("/v1/pets?limit=", 1+i)
-			var first reply
-			var answered sync.WaitGroup
-			answered.Go(func() { first = s.do("GET", page, "") })
-			<-reading
-			s.sqlite3("UPDATE animals SET name = ?", edited)
-			time.Sleep(time.Second)
-			if i > 0 {
-				s.want(s.do("GET", page, ""), 200, edited)
-			}
-			close(goOn)
-			answered.Wait()
-			s.want(first, 200, names[i])
-			s.want(s.do("GET", page, ""), 200, edited)
-		}
-		s.onRead(func() error { return errors.New("unreadable") })
-		s.want(s.do("GET", "/v1/pets?limit=9", ""), 500, "internal")
-		s.onRead(func() error { return nil })
-		s.want(s.do("GET", "/v1/pets?limit=9", ""), 200, "second edit") // an error is not kept
-	})
-}
-
-// TestRequestsShareOneRead sends many requests for a page at once.
-func TestRequestsShareOneRead(t *testing.T) {
-	withFakeClock(t, func(t *testing.T, s *service) {
-		for range 100 {
-			s.add(strings.Repeat("🐶", 255), 7, "sold")
-		}
-		var read atomic.Int64 // animals
-		var sending, answered sync.WaitGroup
-		s.onRead(func() error {
-			read.Add(1)
-			sending.Wait()
-			return nil
-		})
-		time.Sleep(time.Second) // until the service has found the last change
-		sending.Add(100)
-		for range 100 {
-			answered.Go(func() {
-				sending.Done()
-				s.want(s.do("GET", "/v1/pets?limit=100", ""), 200, `"id":100`)
-			})
-		}
-		answered.Wait()
-		if n := read.Load(); n != 100 {
-			t.Errorf("%d animals were read, want 100", n)
-		}
-	})
-}
-
-// TestCacheStaysSmall requests pages with many long URLs. It measures memory, and so does not run in parallel.
-func TestCacheStaysSmall(t *testing.T) {
-	s := newService(t)
-	for range 100 {
-		s.add(strings.Repeat("x", 255), 1, "sold")
-	}
-	heap := func() int64 {
-		var m runtime.MemStats
-		runtime.GC()
-		runtime.ReadMemStats(&m)
-		return int64(m.HeapAlloc)
-	}
-	before := heap()
-	for i := range 2000 {
-		r := httptest.NewRequest("GET", "http://"+strings.Repeat("x", 11000)+"/v1/pets?limit=100"+strings.Repeat("&", i), nil)
-		setHeaders(r, nil)
-		s.ServeHTTP(httptest.NewRecorder(), r)
-	}
-	if grown := heap() - before; grown > 12<<20 {
-		t.Errorf("the heap grew by %d bytes", grown)
-	}
-}
-
-func TestConnections(t *testing.T) {
-	withFakeClock(t, func(t *testing.T, s *service) {
-		synctest.Wait() // until all connections are idle
-		for pragma, want := range map[string]string{"synchronous": "2", "fullfsync": "1", "journal_mode": "wal",
-			"journal_size_limit": "64000000", "application_id": "1348826227", "user_version": "1"} {
-			if got := s.pragma(0, pragma); got != want {
-				t.Errorf("%s is %s, want %s", pragma, got, want)
-			}
-		}
-		must(t, os.Rename(s.db, s.db+".away"))
-		s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable") // at once: the fake clock stands still
-		must(t, os.Rename(s.db+".away", s.db))
-		timeouts := "" // of all connections, which are open before the first request
-		for i := range s.connections() {
-			timeouts += s.pragma(i, "busy_timeout") + " "
-		}
-		if want := strings.Repeat("5000 ", 1+max(4, runtime.GOMAXPROCS(0))) + "0 "; timeouts != want { // the last is the watcher
-			t.Errorf("the busy timeouts are %s, want %s", timeouts, want)
-		}
-	})
-}
-
-// TestSchemaEnforcesTheRules tests edits that would break the rules for animals.
-func TestSchemaEnforcesTheRules(t *testing.T) {
-	s := parallelService(t)
-	s.add("Rex", 7, "sold")
-	db := connect(t, s.db)
-	for _, edit := range []string{
-		`UPDATE pets SET name = ''`,
-		`UPDATE pets SET name = printf('%.256c', 'x')`,
-		`UPDATE pets SET name = NULL`,
-		`UPDATE pets SET name = x'00'`,
-		`UPDATE pets SET category_id = 1.5`,
-		`UPDATE pets SET status = 'lost'`,
-		`UPDATE pets SET id = 0`,
-		`INSERT INTO pets (id, name, category_id) VALUES (-1, 'x', 1)`,
-	} {
-		if _, err := db.Exec(edit); err == nil {
-			t.Errorf("%s is allowed", edit)
-		}
-	}
-}
-
-// TestOddNamesOfDatabases opens files with names that have a meaning in a URI.
-func TestOddNamesOfDatabases(t *testing.T) {
-	t.Parallel()
-	for _, name := range []string{":memory:", "file:x", "a?mode=memory", "a#b", "100%", "%41", "a b&c", "ä\n"} {
-		s := openService(t, writeFile(t, t.TempDir(), name, "")) // an empty file is a new database
-		s.add("Rex", 7, "sold")
-		s.wantSQL("SELECT count(*) FROM pets", "1")
-	}
-}
-
-// TestQueriesReadFewPages counts the pages that SQLite looks at. In this database, a scan or a sort looks at hundreds.
-func TestQueriesReadFewPages(t *testing.T) {
-	withFakeClock(t, func(t *testing.T, s *service) {
-		s.addMany(20000, strings.Repeat("x", 200))
-		s.sqlite3("INSERT INTO idempotency_keys SELECT zeroblob(32), id, 1, id, name, category_id, status FROM pets")
-		pages := func() (n int) {
-			synctest.Wait() // until all connections are idle
-			for _, conn := range s.connections() {
-				hits, _, _ := conn.(sqlite.DBStatus).Status(sqlite.DBStatusCacheHit, false)
-				misses, _, _ := conn.(sqlite.DBStatus).Status(sqlite.DBStatusCacheMiss, false)
-				n += hits + misses
-			}
-			return n
-		}
-		for request, most := range map[string]int{
-			"GET /v1/pets?after=10000&limit=50": 20,
-			"GET /v1/pets/10000":                20,
-			"POST /v1/pets":                     100,
-		} {
-			method, target, _ := strings.Cut(request, " ")
-			before := pages()
-			s.do(method, target, rex, "Idempotency-Key: k")
-			if n := pages() - before; n == 0 || n > most {
-				t.Errorf("%s looks at %d pages, want at most %d", request, n, most)
-			}
-		}
-	})
-}
-
-// TestWaitingCreatesShareOneCommit adds animals to a locked database, two for each Idempotency-Key, until all that waited were
-// stored by one commit.
-func TestWaitingCreatesShareOneCommit(t *testing.T) {
-	s := parallelService(t)
-	var commits, rounds atomic.Int64
-	s.onCommit(func() { commits.Add(1) })
-	eventually(t, "one commit stores all", func() bool {
-		unlock, round := s.lock(), rounds.Add(1)
-		commits.Store(0)
-		var statuses [600]atomic.Int64
-		var begun, answered sync.WaitGroup
-		for i := range 20 {
-			begun.Add(1)
-			answered.Go(func() {
-				body := fmt.Sprintf(`{"name":"animal %d","categoryId":7}`, i)
-				begun.Done()
-				statuses[s.do("POST", "/v1/pets", body, fmt.Sprint("Idempotency-Key: ", round, "-", i/2)).status].Add(1)
-			})
-		}
-		begun.Wait()
-		unlock()
-		answered.Wait()
-		if statuses[201].Load() != 10 || statuses[422].Load() != 10 {
-			t.Fatalf("%d responses are 201, and %d are 422; want 10 and 10", statuses[201].Load(), statuses[422].Load())
-		}
-		return commits.Load() == 1
-	})
-	s.wantSQL("SELECT count(*) FROM pets", fmt.Sprint(10*rounds.Load()))
-}
-
-// TestDatabaseThatCannotBeWritten uses a database that is full, then read-only, then locked for too long, and then broken.
-func TestDatabaseThatCannotBeWritten(t *testing.T) {
-	s := parallelService(t)
-	s.pragma(0, "max_page_count = "+s.pragma(0, "page_count"))
-	a := reply{status: 201}
-	for a.status == 201 { // until the last page is full
-		a = s.do("POST", "/v1/pets", `{"name":"`+strings.Repeat("x", 200)+`","categoryId":7}`)
-	}
-	s.want(a, 503, "unavailable")
-	s.want(s.do("GET", "/v1/pets?limit=1", ""), 200, "xxx")
-	s.want(s.do("GET", "/healthz", ""), 200, "ok")
-	s.pragma(0, "max_page_count = 1000000")
-	unlock := s.lock()
-	var waiting sync.WaitGroup
-	waiting.Go(func() { s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable") })
-	must(t, os.Rename(s.db+"-wal", s.db+"-wal.away"))
-	eventually(t, "the service is unhealthy while a create waits", func() bool { return s.do("GET", "/healthz", "").status == 503 })
-	unlock()
-	waiting.Wait()
-	must(t, os.Rename(s.db+"-wal.away", s.db+"-wal"))
-	eventually(t, "the service is healthy", func() bool { return s.do("GET", "/healthz", "").status == 200 })
-	s.pragma(0, "busy_timeout = 50")
-	unlock = s.lock()
-	s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable")
-	s.want(s.do("GET", "/v1/pets?limit=2", ""), 200, "xxx")
-	unlock()
-	try(s.connections()[0].ExecContext(t.Context(), "BEGIN", nil))(t)
-	s.want(s.do("POST", "/v1/pets", rex), 503, "unavailable")
-	s.add("Rex", 7, "sold")
-	before := s.query("SELECT max(id) FROM pets")
-	s.sqlite3(`CREATE TRIGGER refuse BEFORE INSERT ON idempotency_keys BEGIN SELECT RAISE(ABORT, 'refused'); END;
-		CREATE TABLE child (parent REFERENCES pets DEFERRABLE INITIALLY DEFERRED);
-		CREATE TRIGGER orphan BEFORE INSERT ON pets WHEN new.name = 'orphan' BEGIN INSERT INTO child VALUES (0); END`)
-	s.pragma(0, "foreign_keys = ON")
-	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k"), 500, "internal")
-	s.want(s.do("POST", "/v1/pets", `{"name":"orphan","categoryId":7}`), 500, "internal") // COMMIT fails
-	s.wantSQL("SELECT max(id) FROM pets", before)                                         // neither create has stored anything
-	s.add("Rex", 7, "sold")
-	s.sqlite3("CREATE TRIGGER leave_out BEFORE INSERT ON pets WHEN new.name = 'left out' BEGIN SELECT RAISE(IGNORE); END")
-	s.want(s.do("POST", "/v1/pets", `{"name":"left out","categoryId":7}`), 500, "internal")
-	s.sqlite3("ALTER TABLE idempotency_keys RENAME TO hidden")
-	s.want(s.do("POST", "/v1/pets", rex, "Idempotency-Key: k"), 500, "internal")
-}
-
-// TestFailingDisk lets writes of the program fail, after which it cannot know what is stored, and then those of a backup and a restore.
-func TestFailingDisk(t *testing.T) {
-	t.Parallel()
-	const limited = `trap "" XFSZ; ulimit -f 100; ` + execSelf // the size of files, to less than that of the write-ahead log
-	s := newService(t)
-	s.addMany(10000, strings.Repeat("x", 255)) // more than SQLite's cache, so that it writes a journal
-	s.sqlite3("VACUUM INTO ?", s.db+".other")
-	s.add("Rex", 7, "sold")
-	must(t, s.close())
-	p := startProcess(t, command(t, limited, "-db", s.db))
-	status, added := 201, -1
-	for ; status == 201; added++ {
-		status, _, _ = fetch(http.DefaultClient, "POST", p.url+"/v1/pets", rex)
-	}
-	p.read("level=ERROR .*disk I/O error")
-	if _, log := p.stop(syscall.SIGKILL); status != 500 {
-		t.Errorf("POST /v1/pets = %d, want 500; log %s", status, log)
-	}
-	copies := t.TempDir()
-	for _, args := range [][]string{{"-backup", filepath.Join(copies, "copy")}, {"-restore", s.db + ".other"}} {
-		cmd := command(t, limited, append([]string{"-db", s.db}, args...)...)
-		if out, err := cmd.CombinedOutput(); err == nil || !strings.Contains(string(out), "disk I/O error") {
-			t.Errorf("%s: %v %s", args, err, out)
-		}
-	}
-	if left := snapshot(t, copies); left != "" {
-		t.Errorf("the backup has left %s", left)
-	}
-	s = openService(t, s.db)
-	s.wantSQL("PRAGMA integrity_check", "ok")
-	s.wantSQL("SELECT count(*) FROM pets", strconv.Itoa(10001+added))
-}
-
-// process is the program running as a process.
-type process struct {
-	t      testing.TB
-	cmd    *exec.Cmd
-	url    string   // of the service
-	stderr *os.File // its log
-	log    *bufio.Scanner
-	lines  strings.Builder
-}
-
-// execSelf is the line of shell that becomes the program.
-const execSelf = `exec "$0" "$@"`
-
-// command returns a command that runs the program on a free port through a line of shell that ends in execSelf.
-func command(t testing.TB, shell string, args ...string) *exec.Cmd {
-	args = append([]string{"-c", shell, os.Args[0], "-addr", "127.0.0.1:0", "-db", filepath.Join(t.TempDir(), "animals.db")}, args...)
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
-	t.Cleanup(cancel)
-	cmd := exec.CommandContext(ctx, "sh", args...)
-	cmd.Env = append(os.Environ(), "ANIMALSTORE_PROCESS=1", "API_KEYS="+testKey)
-	try(cmd.StdinPipe())(t) // see TestMain
-	return cmd
-}
-
-// startProcess starts the program, and reads its log until it serves.
-func startProcess(t testing.TB, cmd *exec.Cmd) *process {
-	t.Helper()
-	p := spawn(t, cmd)
-	p.url = p.read(`msg=started url=(\S+)`)[1]
-	return p
-}
-
-func spawn(t testing.TB, cmd *exec.Cmd) *process {
-	t.Helper()
-	r, w, err := os.Pipe()
-	must(t, err)
-	p := &process{t: t, cmd: cmd, stderr: r, log: bufio.NewScanner(r)}
-	cmd.Stderr = w
-	must(t, cmd.Start())
-	w.Close()
-	t.Cleanup(func() {
-		cmd.Process.Kill()
-		cmd.Wait()
-		r.Close()
-	})
-	return p
-}
-
-// read reads the log up to a line that matches pattern, and returns the submatches.
-func (p *process) read(pattern string) []string {
-	p.t.Helper()
-	for p.log.Scan() {
-		fmt.Fprintln(&p.lines, p.log.Text())
-		if match := regexp.MustCompile(pattern).FindStringSubmatch(p.log.Text()); match != nil {
-			return match
-		}
-	}
-	p.t.Fatalf("the log has no %s: %s", pattern, p.lines.String())
-	return nil
-}
-
-// stop sends the signals, and returns the exit status and the whole log.
-func (p *process) stop(signals ...syscall.Signal) (status int, log string) {
-	p.t.Helper()
-	for _, sig := range signals {
-		p.cmd.Process.Signal(sig)
-	}
-	for p.log.Scan() {
-		fmt.Fprintln(&p.lines, p.log.Text())
-	}
-	p.cmd.Wait()
-	return p.cmd.ProcessState.ExitCode(), p.lines.String()
-}
-
-// send sends a request with a valid key to the program, with an animal as its body, and returns the status of the response.
-func (p *process) send(method, target string) (status int) {
-	p.t.Helper()
-	status, _, err := fetch(http.DefaultClient, method, p.url+target, rex)
-	must(p.t, err)
-	return status
-}
-
-// want sends a request, and checks the status of the response.
-func (p *process) want(status int, method, target string) {
-	p.t.Helper()
-	if got := p.send(method, target); got != status {
-		p.t.Errorf("%s %s = %d, want %d", method, target, got, status)
-	}
-}
-
-// awaitUnhealthy waits until the program is unhealthy, and logs a cause that matches pattern.
-func (p *process) awaitUnhealthy(pattern string) {
-	p.t.Helper()
-	eventually(p.t, "the program is unhealthy because of "+pattern, func() bool {
-		return p.send("GET", "/healthz") == 503 && regexp.MustCompile(pattern).MatchString(p.read("path=/healthz .*")[0])
-	})
-}
-
-// wantRun runs the program on the database, with args, until it ends, and checks its exit status and its output.
-func (s *service) wantRun(status int, words string, args ...string) {
-	s.t.Helper()
-	cmd := command(s.t, execSelf, append([]string{"-db", filepath.Base(s.db)}, args...)...)
-	cmd.Dir = filepath.Dir(s.db)
-	out, _ := cmd.CombinedOutput()
-	if got := cmd.ProcessState.ExitCode(); got != status || !strings.Contains(string(out), words) {
-		s.t.Errorf("%q: exit status %d, output %s; want %d, %s", args, got, out, status, words)
-	}
-}
-
-// fetch sends a request with a valid key and the given headers, as service.do does, over the network.
-func fetch(client *http.Client, method, url, body string, headers ...string) (status int, text string, err error) {
-	r, _ := http.NewRequest(method, url, strings.NewReader(body))
-	setHeaders(r, headers)
-	resp, err := client.Do(r)
-	if err != nil {
-		return 0, "", err
-	}
-	defer resp.Body.Close()
-	b, err := io.ReadAll(resp.Body)
-	return resp.StatusCode, string(b), err
-}
-
-// TestKilledProcessLosesNothing kills the program several times while clients add animals.
-func TestKilledProcessLosesNothing(t *testing.T) {
-	t.Parallel()
-	db := filepath.Join(t.TempDir(), "animals.db")
-	var acknowledged sync.Map // Idempotency-Key to body
-	var sent atomic.Int64
-	for round := range 6 {
-		p := startProcess(t, command(t, execSelf, "-db", db))
-		add := func(i int64) error {
-			key := fmt.Sprint("animal-", i)
-			status, body, err := fetch(http.DefaultClient, "POST", p.url+"/v1/pets", fmt.Sprintf(`{"name":%q,"categoryId":1}`, key), "Idempotency-Key: "+key)
-			if err != nil {
-				return err
-			}
-			if before, again := acknowledged.LoadOrStore(key, body); status != 201 || again && before != body {
-				t.Errorf("round %d: the response to %s is %d %s, and was %s", round, key, status, body, before)
-			}
-			return nil
-		}
-		for i := range sent.Load() { // repeats all earlier creates, acknowledged or not
-			must(t, add(i))
-		}
-		var adding sync.WaitGroup
-		before := sent.Load()
-		for range 16 {
-			adding.Go(func() {
-				for add(sent.Add(1)-1) == nil {
-				}
-			})
-		}
-		eventually(t, "some animals are added", func() bool { return sent.Load() > before+60 })
-		p.stop(syscall.SIGKILL)
-		adding.Wait()
-	}
-	s := openService(t, db)
-	s.wantSQL("PRAGMA integrity_check", "ok")
-	acknowledged.Range(func(key, body any) bool {
-		p := decode[pet](t, reply{body: body.(string)})
-		if a := s.do("GET", fmt.Sprint("/v1/pets/", p.ID), ""); a.body != body {
-			t.Errorf("%s was acknowledged as %s and is %s", key, body, a.body)
-		}
-		return true
-	})
-	s.wantSQL("SELECT count(*) FROM (SELECT 1 FROM pets GROUP BY name HAVING count(*) > 1)", "0")
-}
-
-// TestMovedFiles moves, deletes or replaces the files of a running program: five animals, all still in the write-ahead log, and a
-// copy with the first three. The program must create nothing until the files are back, or until it is restarted.
-func TestMovedFiles(t *testing.T) {
-	t.Parallel()
-	const (
-		database = `/animals.db\\" was moved, deleted or replaced while the service ran; put it back .* or a backup in its place, end all other`
-		wal      = `/animals.db-wal\\" was moved.* ran; the animals in the log were saved in the database; end all other programs`
-		index    = `/animals.db-shm\\" was moved.* ran; the animals in the log were saved in the database; end all other programs`
-		newIndex = `/animals.db-shm\\" was moved.* ran; another program has begun a new log without the old one's animals; put it back, or end`
-		started  = "msg=started"
-	)
-	for what, c := range map[string]struct {
-		before  string // SQL that another program runs before the slip
-		slip    string // shell commands in the folder of the files
-		after   string // SQL that another program runs after the slip, before the program notices
-		moved   string // what the log says
-		undo    string // shell commands that put the files back; if empty, the program is stopped
-		start   string // what the next start says
-		mend    string // shell commands, after a start that is refused
-		animals string // the ids in the end, after one more animal was added
-	}{
-		"the database, put back":   {"", "mv animals.db away", "", database, "mv away animals.db", started, "", "1,2,3,4,5,6"},
-		"the database, restarted":  {"", "mv animals.db away", "", database, "", "there is no database, but", "mv away animals.db", "1,2,3,4,5,6"},
-		"the log, put back":        {"", "mv animals.db-wal away", "", wal, "mv away animals.db-wal", started, "", "1,2,3,4,5,6"},
-		"the log, deleted":         {"", "rm animals.db-wal", "", wal, "", started, "", "1,2,3,4,5,6"},
-		"the log, beside a reader": {"BEGIN; SELECT * FROM pets", "rm animals.db-wal", "", wal, "", started, "", "1,2,3,4,5,6"},
-		"the index, deleted":       {"", "rm animals.db-shm", "", index, "", started, "", "1,2,3,4,5,6"},
-		"the index, with an edit":  {"", "rm animals.db-shm", "INSERT INTO pets (name, category_id) VALUES ('Tom', 8)", newIndex, "", started, "", "1,2,3,4,5,6,7"},
-		"all files, deleted":       {"", "rm animals.db*", "", database, "", "the database is new and empty", "", "1"},
-		"a backup in the place":    {"", "mv copy animals.db", "", database, "", started, "", "1,2,3,4"},
-		"a link in the place":      {"", "mv animals.db away; ln -s away animals.db", "", database, "", "name the file that it leads to", "mv away animals.db", "1,2,3,4,5,6"},
-	} {
-		t.Run(what, func(t *testing.T) {
-			t.Parallel()
-			s := &service{t: t, db: filepath.Join(t.TempDir(), "files", "animals.db")} // without a server in this process
-			must(t, os.Mkdir(filepath.Dir(s.db), 0o700))
-			shell := func(commands string) {
-				cmd := exec.Command("sh", "-e", "-c", commands)
-				cmd.Dir = filepath.Dir(s.db)
-				if out, err := cmd.CombinedOutput(); err != nil {
-					t.Fatalf("%s: %v %s", commands, err, out)
-				}
-			}
-			p := startProcess(t, command(t, execSelf, "-db", s.db))
-			for range 3 {
-				p.want(201, "POST", "/v1/pets")
-			}
-			must(t, backup(t.Context(), s.db, filepath.Join(filepath.Dir(s.db), "copy")))
-			p.want(201, "POST", "/v1/pets")
-			other := connect(t, s.db)
-			try(other.Exec(c.before))(t)
-			p.want(201, "POST", "/v1/pets")
-			shell(fmt.Sprint("kill -STOP ", p.cmd.Process.Pid))
-			shell(c.slip)
-			try(other.Exec(c.after))(t)
-			if c.after != "" {
-				must(t, other.Close())
-			}
-			shell(fmt.Sprint("kill -CONT ", p.cmd.Process.Pid))
-			if c.before != "" {
-				p.awaitUnhealthy("do not restart the service yet: .*animals.db-wal.* could not be saved in the database: it is in use")
-				must(t, other.Close())
-			}
-			p.awaitUnhealthy(c.moved)
-			p.want(503, "POST", "/v1/pets")
-			p.want(200, "GET", "/v1/pets")
-			if c.undo != "" {
-				shell(c.undo)
-				eventually(t, "the program is healthy", func() bool { return p.send("GET", "/healthz") == 200 })
-				shell(c.slip) // again
-				p.awaitUnhealthy(c.moved)
-				shell(c.undo)
-				eventually(t, "the program is healthy again", func() bool { return p.send("GET", "/healthz") == 200 })
-			} else {
-				if status, log := p.stop(syscall.SIGTERM); status != 1 || strings.Count(log, "\nanimalstore: ") != 1 || strings.Contains(log, "msg=stopped") {
-					t.Errorf("the stop ended with %d, log %s", status, log)
-				}
-				must(t, other.Close())
-				if c.mend != "" {
-					s.wantRun(1, c.start)
-					shell(c.mend)
-				}
-				p = startProcess(t, command(t, execSelf, "-db", s.db))
-				if log := p.lines.String(); c.mend == "" && !strings.Contains(log, c.start) {
-					t.Errorf("the next start says %s, want %s", log, c.start)
-				}
-			}
-			p.want(201, "POST", "/v1/pets")
-			if status, log := p.stop(syscall.SIGTERM); status != 0 {
-				t.Errorf("the last stop ended with %d, log %s", status, log)
-			}
-			s.wantSQL("PRAGMA integrity_check", "ok")
-			s.wantSQL("SELECT group_concat(id ORDER BY id) FROM pets", c.animals)
-		})
-	}
-}
-
-// TestRollingRestart puts a copy in the place of the database of two services, and restarts them one after the other.
-func TestRollingRestart(t *testing.T) {
-	t.Parallel()
-	s := &service{t: t, db: filepath.Join(t.TempDir(), "animals.db")}
-	start := func() *process { return startProcess(t, command(t, execSelf, "-db", s.db)) }
-	one, other := start(), start()
-	one.want(201, "POST", "/v1/pets")
-	must(t, backup(t.Context(), s.db, s.db+".copy"))
-	for range 9 {
-		other.want(201, "POST", "/v1/pets")
-	}
-	must(t, os.Rename(s.db, s.db+".old"))
-	must(t, os.Rename(s.db+".copy", s.db))
-	for _, p := range []*process{one, other} {
-		p.awaitUnhealthy("or a backup in its place")
-	}
-	one.stop(syscall.SIGTERM)
-	one = start()
-	for range 30 {
-		one.want(201, "POST", "/v1/pets")
-	}
-	time.Sleep(2 * watchInterval) // until the other has looked again; it must not touch the log, which now is of the new database
-	other.stop(syscall.SIGTERM)
-	other = start()
-	other.want(201, "POST", "/v1/pets")
-	one.stop(syscall.SIGTERM)
-	other.stop(syscall.SIGTERM)
-	for file, count := range map[string]string{s.db: "32", s.db + ".old": "10"} {
-		s.db = file
-		s.wantSQL("PRAGMA integrity_check", "ok")
-		s.wantSQL("SELECT count(*) FROM pets", count)
-	}
-}
-
-// TestPanicInTheStore tests that a panic there ends the program, which would otherwise have lost a connection.
-func TestPanicInTheStore(t *testing.T) {
-	t.Parallel()
-	for _, request := range []string{"GET /v1/pets", "GET /v1/pets/1", "GET /healthz", "POST /v1/pets"} {
-		s := newService(t)
-		s.add("Rex", 7, "sold")
-		must(t, s.close())
-		p := startProcess(t, command(t, execSelf, "-db", s.db))
-		s.onRead(nil) // in the process, there is no function to call
-		s.sqlite3("CREATE TRIGGER broken INSTEAD OF INSERT ON pets BEGIN SELECT call('no function'); END")
-		method, target, _ := strings.Cut(request, " ")
-		if status, body, err := fetch(http.DefaultClient, method, p.url+target, rex); err == nil {
-			t.Fatalf("%s = %d %s, want no response", request, status, body)
-		}
-		if status, log := p.stop(); status != 2 || !strings.Contains(log, "panic: ") || !strings.Contains(log, "(*store)") {
-			t.Errorf("after %s: exit status %d, log %s", request, status, log)
-		}
-	}
-}
-
-func TestSignals(t *testing.T) {
-	t.Parallel()
-	for shell, signals := range map[string][]syscall.Signal{ // the last one stops the program, and those sent again change nothing
-		execSelf:                   {syscall.SIGTERM},
-		"true; " + execSelf:        {syscall.SIGINT},
-		`trap "" HUP; ` + execSelf: {syscall.SIGHUP, syscall.SIGTERM}, // like nohup(1)
-	} {
-		t.Run(shell, func(t *testing.T) {
-			t.Parallel()
-			p := startProcess(t, command(t, shell))
-			for _, sig := range signals {
-				p.cmd.Process.Signal(sig)
-			}
-			cause := signals[len(signals)-1]
-			p.read(fmt.Sprintf(`msg=stopping cause="%v signal received"$`, cause))
-			if status, log := p.stop(cause, syscall.SIGINT); status != 0 || strings.Count(log, "msg=stop") != 2 || !strings.HasSuffix(log, "msg=stopped\n") {
-				t.Errorf("status %d, log %s", status, log)
-			}
-		})
-	}
-}
-
-// TestLog tests what the log line of a request contains, and what it must not contain.
-func TestLog(t *testing.T) {
-	var log bytes.Buffer
-	withFakeClock(t, func(t *testing.T, s *service) {
-		s.add("Rex", 7, "sold")
-		s.add("Tom", 8, "sold")
-		reads := 0
-		s.onRead(func() error { // the second animal of each page cannot be read
-			if reads++; reads%2 == 0 {
-				return errors.New("no such animal")
-			}
-			return nil
-		})
-		time.Sleep(time.Second) // until the service has found the last change
-		long := strings.Repeat("x", 1024)
-		for _, c := range []struct {
-			method, target, headers string
-			status                  int
-			has, hasNot             string // separated by |
-		}{
-			{"GET", "/v1/pets?after=7", "X-Request-Id: mine", 200,
-				"level=INFO msg=request | client=192.0.2.1:1234 method=GET path=/v1/pets status=200 bytes=3 duration=| key=62af8704\n", "after|mine|error"},
-			{"HEAD", "/v1/pets?after=7", "", 200, " bytes=0 ", "error"},
-			{"GET", "/v1/pets?limit=0", "", 400, `level=INFO | key=62af8704 error="limit must be`, ""},
-			{"GET", "/v1/pets/x%0Ay", "Authorization: Bearer guess", 401, `path="/v1/pets/x\ny" status=401| error="a valid API key is required`, "guess|key="},
-			{long + "x", "/" + long, "", 404, " method=" + long + " path=/" + long[1:] + " status=404 ", ""},
-			{"GET", "/v1/pets", "", 500, `level=ERROR|no such animal`, ""},
-			{"GET", "/v1/pets/1", "", 500, `level=ERROR|no such animal`, ""},
-			{"GET", "/healthz", "", 503, `level=ERROR|no such animal`, ""},
-			{"GET", "/v1/pets", "", 500, "", ""}, // more failing reads than there are connections
-			{"GET", "/v1/pets", "", 500, "", ""},
-		} {
-			log.Reset()
-			a := s.do(c.method, c.target, "", strings.Split(c.headers, "|")...)
-			id := " id=" + a.header.Get("X-Request-Id") + " "
-			if a.status != c.status || strings.Contains(a.body, "no such") || strings.Count(log.String(), "\n") != 1 {
-				t.Errorf("%s = %d %s, log %s", a.request, a.status, a.body, log.String())
-			}
-			for _, words := range strings.Split(c.has+"|"+id, "|") {
-				if !strings.Contains(log.String(), words) {
-					t.Errorf("no %q in %s", words, log.String())
-				}
-			}
-			for _, words := range strings.Split(c.hasNot+"|"+testKey, "|") {
-				if words != "" && strings.Contains(log.String(), words) {
-					t.Errorf("%q in %s", words, log.String())
-				}
-			}
-		}
-	}, &log)
-}
-
-// TestLogWriter writes to a pipe that is read only after close.
-func TestLogWriter(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		pr, pw := io.Pipe()
-		log, start := newLogWriter(pw), time.Now()
-		for range 5000 {
-			fmt.Fprintln(log, "line")
-		}
-		log.close()
-		if took := time.Since(start); took != time.Second {
-			t.Errorf("close took %v, want 1s", took)
-		}
-		time.AfterFunc(time.Second, func() { pw.Close() })
-		text := string(try(io.ReadAll(pr))(t))
-		written, dropped := strings.Count(text, "line\n"), 0
-		for _, report := range regexp.MustCompile(`level=WARN .* lines=(\d+)\n`).FindAllStringSubmatch(text, -1) {
-			n, _ := strconv.Atoi(report[1])
-			dropped += n
-		}
-		if written < 1024 || dropped == 0 || written+dropped != 5000 {
-			t.Errorf("%d lines were written and %d reported as dropped, want 5000 in all: %.500s", written, dropped, text)
-		}
-	})
-}
-
-// TestStalledLogStopsNothing fills the pipe that is the log, or closes it at the other end.
-func TestStalledLogStopsNothing(t *testing.T) {
-	t.Parallel()
-	for _, closed := range []bool{false, true} {
-		s := newService(t)
-		must(t, s.close())
-		p := startProcess(t, command(t, execSelf, "-db", s.db))
-		if closed {
-			p.stderr.Close()
-		}
-		for range 100 {
-			p.want(404, "GET", "/v1/pets/"+strings.Repeat("x", 8000))
-		}
-		p.want(201, "POST", "/v1/pets")
-		want := 0
-		if closed {
-			p.cmd.Process.Signal(syscall.SIGTERM)
-		} else { // a panic must end the program, although nobody reads the stack
-			want = 2
-			s.sqlite3("CREATE TRIGGER broken BEFORE INSERT ON pets BEGIN SELECT call('no function'); END")
-			fetch(http.DefaultClient, "POST", p.url+"/v1/pets", rex)
-		}
-		p.cmd.Wait()
-		if status := p.cmd.ProcessState.ExitCode(); status != want {
-			t.Errorf("exit status %d, want %d", status, want)
-		}
-	}
-}
-
-// TestWithoutAKey starts the program without a key.
-func TestWithoutAKey(t *testing.T) {
-	t.Parallel()
-	cmd := command(t, "unset API_KEYS; "+execSelf, "-db", ":memory:")
-	cmd.Dir = t.TempDir()
-	p := startProcess(t, cmd)
-	key := regexp.MustCompile(`api_key=([A-Z2-7]{26})\n`).FindStringSubmatch(p.lines.String())
-	if key == nil {
-		t.Fatal(p.lines.String())
-	}
-	for sent, want := range map[string]int{key[1]: 200, testKey: 401} {
-		if status, body, err := fetch(http.DefaultClient, "GET", p.url+"/v1/pets", "", "Authorization: Bearer "+sent); status != want {
-			t.Errorf("with the key %s: %d %s %v, want %d", sent, status, body, err, want)
-		}
-	}
-	db := filepath.Join(cmd.Dir, ":memory:")
-	status, log := p.stop(syscall.SIGTERM)
-	if status != 0 || strings.Count(log, key[1]) != 1 || !strings.Contains(log, "database="+db+" keys=1 ") ||
-		!strings.Contains(log, `level=WARN msg="the database is new and empty" database=`+db) {
-		t.Errorf("status %d, log %s", status, log)
-	}
-}
-
-func TestTLS(t *testing.T) {
-	t.Parallel()
-	ts := httptest.NewTLSServer(nil)
-	defer ts.Close()
-	key := try(x509.MarshalPKCS8PrivateKey(ts.TLS.Certificates[0].PrivateKey))(t)
-	pemFile := func(kind string, der []byte) string {
-		return writeFile(t, t.TempDir(), "pem", string(pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der})))
-	}
-	p := startProcess(t, command(t, execSelf,
-		"-tls-cert", pemFile("CERTIFICATE", ts.Certificate().Raw), "-tls-key", pemFile("PRIVATE KEY", key)))
-	transport := ts.Client().Transport.(*http.Transport).Clone()
-	transport.TLSClientConfig.ServerName, transport.ForceAttemptHTTP2 = "example.com", true
-	r, _ := http.NewRequest("GET", p.url+"/v1/pets", nil)
-	setHeaders(r, nil)
-	resp := try(transport.RoundTrip(r))(t)
-	if a := checked(t, r, resp); a.status != 200 || resp.ProtoMajor != 1 {
-		t.Errorf("got %d over HTTP/%d", a.status, resp.ProtoMajor)
-	}
-	transport.CloseIdleConnections()
-	// The log must not repeat all that a client offers: here a hundred versions of TLS.
-	io.WriteString(try(net.Dial("tcp", r.Host))(t), "\x16\x03\x01\x00\xfc\x01\x00\x00\xf8\x03\x03"+strings.Repeat("r", 32)+
-		"\x00\x00\x02\x13\x01\x01\x00\x00\xcd\x00\x2b\x00\xc9\xc8"+strings.Repeat("\x7a\x7a", 100))
-	if line := p.read(`level=WARN msg="http: TLS handshake error.*unsupported versions.*7a7a`)[0]; len(line) > 300 {
-		t.Errorf("the log has a line of %d bytes: %s", len(line), line)
-	}
-}
-
-// TestSettings runs the program with mistakes in the command line, in files and in the environment.
-func TestSettings(t *testing.T) {
-	t.Parallel()
-	dir := t.TempDir()
-	file := func(name, text string) string { return writeFile(t, dir, name, text) }
-	foreign := func(name, statements string) string {
-		s := &service{t: t, db: filepath.Join(dir, name)}
-		s.sqlite3(statements)
-		return s.db
-	}
-	ours := func(name, statements string) string {
-		must(t, openService(t, filepath.Join(dir, name)).close())
-		return foreign(name, statements)
-	}
-	taken := try(net.Listen("tcp", "127.0.0.1:0"))(t)
-	defer taken.Close()
-	none, link := filepath.Join(dir, "none"), filepath.Join(dir, "link")
-	must(t, os.Symlink("fine", link))
-	moved, emptied := strings.TrimSuffix(file("moved-wal", "some log"), "-wal"), file("emptied", "\n")
-	file("emptied-wal", "some log")
-	newer, fine, readOnly := ours("newer", "PRAGMA user_version = 2"), ours("fine", ""), ours("read-only", "")
-	damaged := ours("damaged", "INSERT INTO pets (name, category_id) VALUES ('x', 1)")
-	must(t, exec.Command("sh", "-c", `printf y | dd of="$0" bs=1 seek=16383 conv=notrunc`, damaged).Run()) // in the index
-	cut := ours("cut", "")
-	must(t, os.Truncate(cut, 8192))
-	must(t, exec.Command("sh", "-c", `printf '\3' | dd of="$0" bs=1 seek=18 conv=notrunc`, readOnly).Run()) // to a format that SQLite only reads
-	type args []string
-	for _, c := range []struct {
-		args   args
-		env    string
-		status int
-		words  string
-	}{
-		{args{"-h"}, "", 0, "listen on HOST:PORT (default \"127.0.0.1:8080\")"},
-		{args{"-version"}, "", 0, "animalstore " + buildVersion() + "\n"},
-		{args{"serve"}, "", 2, `unexpected argument "serve"`},
-		{args{"-db", ""}, "", 2, "-db must not be empty"},
-		{args{"-tls-cert", "x"}, "", 2, "give both or neither"},
-		{args{"-tls-cert", none, "-tls-key", none}, "API_KEYS=k", 1, "no such file"},
-		{args{"-addr", taken.Addr().String()}, "", 1, taken.Addr().String() + `": listen tcp `},
-		{args{"-addr", ":0"}, "", 1, "set API_KEYS or -keys"},
-		{args{}, "API_KEYS=", 1, "contain no API key"},
-		{args{}, "API_KEYS=one, my secret", 1, "API_KEYS, item 2: an API key must consist of visible ASCII"},
-		{args{"-keys", file("spaced", "# none\r\none\r\nmy secret\r\n")}, "API_KEYS=k", 1, `spaced", line 3: an API key must`},
-		{args{"-keys", file("listed", "one,secret")}, "API_KEYS=k", 1, `listed", line 1: an API key must`},
-		{args{"-addr", ":0", "-db", dir}, "API_KEYS=k", 1, `-db "` + dir + `": it is not a regular file`},
-		{args{"-db", link}, "API_KEYS=k", 1, "name the file that it leads to"},
-		{args{"-db", cut}, "API_KEYS=k", 1, "malformed (11): it is damaged: put a backup in with -restore"},
-		{args{"-keys", none + "/a\nb"}, "", 1, `none/a\nb": open ` + none + "/a b: no such"},
-		{args{"-db", moved}, "API_KEYS=k", 1, `moved-wal" is the write-ahead log of one`},
-		{args{"-db", emptied}, "API_KEYS=k", 1, `emptied-wal" is the write-ahead log of one`},
-		{args{"-db", ours("dump", "PRAGMA application_id = 0")}, "API_KEYS=k", 1, "its application_id is not 1348826227"},
-		{args{"-db", file("text", "some text")}, "API_KEYS=k", 1, "file is not a database (26): it is damaged"},
-		{args{"-db", foreign("foreign-wal", "PRAGMA journal_mode = WAL; CREATE TABLE t (x)")}, "API_KEYS=k", 1, "not a database of this service"},
-		{args{"-db", newer}, "API_KEYS=k", 1, "a newer version"},
-		{args{"-db", newer, "-backup", none}, "", 1, "a newer version"},
-		{args{"-db", fine, "-backup", strings.TrimSuffix(file("stale-wal", ""), "-wal")}, "", 1, `stale-wal" exists already`},
-		{args{"-backup", fine, "-restore", fine}, "", 2, "exclude each other"},
-		{args{"-restore", fine}, "", 1, `new.db: no such file`},
-		{args{"-db", fine, "-restore", link}, "", 1, "the backup is the database itself"},
-		{args{"-db", emptied, "-restore", fine}, "", 1, "emptied\" is empty or not"},
-		{args{"-db", foreign("theirs", "CREATE TABLE t (x)"), "-restore", fine}, "", 1, ": not a database of this service"},
-		{args{"-db", filepath.Join(dir, "text"), "-restore", fine}, "", 1, "move its files elsewhere and copy a backup into their place"},
-		{args{"-db", fine, "-restore", filepath.Join(dir, "theirs")}, "", 1, "the backup cannot be used: not a database of this service"},
-		{args{"-db", fine, "-restore", damaged}, "", 1, fmt.Sprintf("-restore %q to -db %q: the backup cannot be used: ", damaged, fine)},
-		{args{"-db", fine, "-restore", foreign("empty", "VACUUM")}, "", 1, "the backup cannot be used: "},
-		{args{"-db", fine, "-restore", ours("no-pets", "DROP TABLE pets")}, "", 1, "no such table: pets"},
-		{args{"-db", fine, "-restore", foreign("without tables", "PRAGMA application_id = 1348826227")}, "", 1, "the backup cannot be used: it is empty"},
-		{args{"-db", readOnly}, "API_KEYS=k", 1, "attempt to write a readonly database"},
-		{args{"-db", fine, "-backup", link}, "", 1, "exists already"},
-		{args{"-db", fine, "-backup", none + "/copy"}, "", 1, `none/copy.`},
-		{args{"-db", damaged, "-backup", none}, "", 1, "damaged"},
-	} {
-		args := append(args{"-addr", "localhost:0", "-db", filepath.Join(dir, "new.db")}, c.args...)
-		name, value, _ := strings.Cut(c.env, "=")
-		env := map[string]string{name: value}
-		before := snapshot(t, dir)
-		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second) // in case the service starts
-		var stdout, stderr strings.Builder
-		status := run(ctx, args, lookup(env), &stdout, &stderr)
-		cancel()
-		output, lines, other := stderr.String(), strings.Count(stderr.String(), "\n"), stdout.String()
-		if c.status == 0 {
-			output, lines, other = stdout.String(), 1, stderr.String()
-		}
-		if status != c.status || !strings.Contains(output, c.words) {
-			t.Errorf("%q with %q: status %d, %q; want %d, %q", args, c.env, status, output, c.status, c.words)
-		}
-		if lines != 1 || other != "" || strings.Contains(output, "secret") {
-			t.Errorf("%q: %q, want one line without a key, and nothing else: %q", args, output, other)
-		}
-		if after := snapshot(t, dir); after != before {
-			t.Errorf("%q changed the files from\n%s to\n%s", args, before, after)
-		}
-	}
-}
-
-func TestBackup(t *testing.T) {
-	s := parallelService(t)
-	for range 100 {
-		s.add("before", 1, "sold")
-	}
-	dir := t.TempDir()
-	stop := repeat(4, func(int) { s.add("meanwhile", 1, "available") })
-	s.wantRun(0, "", "-backup", filepath.Join(dir, "copy.db"))
-	stop()
-	if mode := try(os.Stat(filepath.Join(dir, "copy.db")))(t).Mode(); mode != 0o600 {
-		t.Errorf("the mode of the backup is %v", mode)
-	}
-	before := snapshot(t, dir)
-	s.wantRun(1, "exists already", "-backup", filepath.Join(dir, "copy.db"))
-	interrupted, cancel := context.WithCancel(t.Context())
-	cancel()
-	if err := backup(interrupted, s.db, filepath.Join(dir, "other.db")); !errors.Is(err, context.Canceled) {
-		t.Errorf("an interrupted backup ended with %v", err)
-	}
-	if after := snapshot(t, dir); after != before || strings.Count(after, "\n") != 1 {
-		t.Errorf("the files were\n%s and are\n%s", before, after)
-	}
-	restored := openService(t, filepath.Join(dir, "copy.db"))
-	restored.want(restored.do("GET", "/v1/pets?after=99&limit=1", ""), 200, `"id":100,"name":"before"`)
-}
-
-// TestRestoreUnderLoad replaces 300 animals while clients add others and list all. No page may have a mixture.
-func TestRestoreUnderLoad(t *testing.T) {
-	s := parallelService(t)
-	s.addMany(300, "from the backup")
-	must(t, backup(t.Context(), s.db, s.db+".copy"))
-	stop := repeat(4, func(i int) {
-		s.add("meanwhile", 1, "sold")
-		body := s.do("GET", fmt.Sprint("/v1/pets?limit=100&after=", 50*i), "").body
-		if backup, edited := strings.Count(body, "from the backup"), strings.Count(body, "edited"); backup+edited != 100 || backup*edited != 0 {
-			t.Errorf("%d animals on one page are from the backup, and %d are edited", backup, edited)
-		}
-	})
-	for range 3 {
-		s.sqlite3("UPDATE pets SET name = 'edited' WHERE id <= 300")
-		eventually(t, "the edit shows", func() bool { return strings.Contains(s.do("GET", "/v1/pets", "").body, "edited") })
-		s.wantRun(0, "", "-restore", filepath.Base(s.db)+".copy")
-		eventually(t, "the backup shows", func() bool { return strings.Contains(s.do("GET", "/v1/pets", "").body, "backup") })
-	}
-	stop()
-	s.wantRun(0, "", "-restore", s.db+".copy")
-	s.wantSQL("SELECT count(*) FROM pets", "300")
-	s.wantSQL("SELECT max(seq) FROM sqlite_sequence", "300")
-}
-
-// askedContext is a context that calls err when it is asked for its error.
-type askedContext struct {
-	context.Context
-	err func() error
-}
-
-func (c askedContext) Err() error { return c.err() }
-
-// TestRestoreThatIsEnded interrupts a restore that waits for a lock, and kills others that have begun to write.
-func TestRestoreThatIsEnded(t *testing.T) {
-	s := parallelService(t)
-	s.addMany(8000, strings.Repeat("x", 255))
-	must(t, backup(t.Context(), s.db, s.db+".copy"))
-	s.sqlite3("DELETE FROM pets WHERE id > 7")
-	unlock := s.lock()
-	interrupted := askedContext{t.Context(), func() error { return context.Canceled }}
-	if err := restore(interrupted, s.db, s.db+".copy"); !errors.Is(err, context.Canceled) {
-		t.Errorf("a restore that is interrupted while it waits for a lock ended with %v", err)
-	}
-	s.wantSQL("SELECT count(*) FROM pets", "7")
-	unlocking := askedContext{t.Context(), func() error { sync.OnceFunc(unlock)(); return nil }}
-	must(t, restore(unlocking, s.db, s.db+".copy"))
-	s.wantSQL("SELECT count(*) FROM pets", "8000")
-	for range 5 {
-		s.sqlite3("DELETE FROM pets WHERE id > 7; PRAGMA wal_checkpoint(TRUNCATE)")
-		p := spawn(t, command(t, execSelf, "-db", s.db, "-restore", s.db+".copy"))
-		eventually(t, "the restore writes or has ended", func() bool {
-			state, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.cmd.Process.Pid))
-			return try(os.Stat(s.db+"-wal"))(t).Size() > 0 || strings.Contains(string(state), ") Z ")
-		})
-		p.stop(syscall.SIGKILL)
-		if n := s.query("SELECT count(*) FROM pets"); n != "7" && n != "8000" {
-			t.Errorf("%s animals are left, want 7 or 8000", n)
-		}
-		s.wantSQL("PRAGMA integrity_check", "ok")
-		s.add("Rex", 7, "sold")
-	}
-}
-
-// TestRestoreMends damages a database, also in the schema, and restores a backup into it.
-func TestRestoreMends(t *testing.T) {
-	t.Parallel()
-	for _, damage := range []string{
-		"dd if=/dev/urandom of=$0 bs=4096 seek=1 count=99 conv=notrunc",
-		"dd if=/dev/urandom of=$0 bs=1 seek=100 count=3996 conv=notrunc",
-		"truncate -s 8192 $0",
-	} {
-		s := newService(t)
-		for range 3 {
-			s.add("Rex", 7, "sold")
-		}
-		must(t, backup(t.Context(), s.db, s.db+".copy"))
-		s.add("Rex", 7, "sold")
-		must(t, s.close())
-		if out, err := exec.Command("sh", "-c", damage, s.db).CombinedOutput(); err != nil {
-			t.Fatal(string(out))
-		}
-		must(t, restore(t.Context(), s.db, s.db+".copy"))
-		s = openService(t, s.db)
-		s.wantSQL("PRAGMA integrity_check", "ok")
-		s.wantSQL("SELECT count(*) FROM pets", "3")
-		s.add("Rex", 7, "sold")
-	}
-}
-
-// FuzzRequests adds an animal with any body, which must read back as it was sent, and lists animals with any query.
-func FuzzRequests(f *testing.F) {
-	for _, body := range append(validBodies, rex, `{"name":"\ud83d","categoryId":1e2}`, `{"name":"x","name":"y"}`, "{\"name\":\"\xff\"}", `[]`) {
-		f.Add("", []byte(body))
-	}
-	for _, query := range []string{"limit=5&status=sold&after=3", "limit=101", "a;b", "%zz", "limit=1&limit=1"} {
-		f.Add(query, []byte("{}"))
-	}
-	handler := newService(f).server
-	f.Fuzz(func(t *testing.T, query string, body []byte) {
-		s := &service{t: t, server: handler}
-		list := httptest.NewRequest("GET", "/v1/pets", nil)
-		list.URL.RawQuery = query
-		if a := s.doRequest(list); a.status != 200 && a.status != 400 {
-			t.Errorf("%q = %d %s", query, a.status, a.body)
-		}
-		a := s.do("POST", "/v1/pets", string(body))
-		if a.status == 400 || a.status == 413 && len(body) > 64<<10 {
-			return
-		}
-		s.want(a, 201, "")
-		if got := s.do("GET", a.header.Get("Location"), ""); got.body != a.body {
-			t.Errorf("POST %q = %s, but it reads back as %s", body, a.body, got.body)
-		}
-		stored := try(parseJSON(a.body))(t)
-		for name, value := range try(parseJSON(string(body)))(t).(map[string]any) {
-			if at(stored, name) != value {
-				t.Errorf("%q reads back as %s", body, a.body)
-			}
-		}
-	})
-}
-
-// TestReadme checks that README.md has every flag, and a row for every code of an error.
-func TestReadme(t *testing.T) {
-	t.Parallel()
-	readme := try(os.ReadFile("README.md"))(t)
-	patterns := []string{fmt.Sprintf("1 to %d, default %d", maxLimit, defaultLimit), fmt.Sprintf("%d KiB of body", maxBody>>10)}
-	for status, code := range errorCodes {
-		patterns = append(patterns, fmt.Sprintf("(?m)^\\| [^|]*%d.*`%s`", status, code))
-	}
-	var usage strings.Builder
-	run(t.Context(), []string{"-h"}, lookup(nil), &usage, io.Discard)
-	for _, flag := range regexp.MustCompile(`(?m)^  -[a-z-]+`).FindAllString(usage.String(), -1) {
-		patterns = append(patterns, "`"+strings.TrimSpace(flag))
-	}
-	for _, pattern := range patterns {
-		if !regexp.MustCompile(pattern).Match(readme) {
-			t.Errorf("README.md does not match %s", pattern)
-		}
-	}
-}
-
-// TestDocument compares openapi.json with the code. All other tests compare responses with openapi.json: see contractFaults.
-func TestDocument(t *testing.T) {
-	t.Parallel()
-	name := at(document, "components", "schemas", "NewPet", "properties", "name", "pattern").(string)
-	const int64Schema, status = `{"type": "integer", "format": "int64"}`, `{"$ref": "#/components/schemas/PetStatus"}`
-	for part, want := range map[string]string{ // what outline returns
-		"servers":                    `[{"url": "/"}]`,
-		"security":                   `[{"bearerAuth": []}]`,
-		"components securitySchemes": `{"bearerAuth": {"type": "http", "scheme": "bearer", "bearerFormat": "API key"}}`,
-		"components schemas": fmt.Sprintf(`{
-			"PetStatus": {"type": "string", "enum": %s},
-			"NewPet": {"type": "object", "required": ["name", "categoryId"], "additionalProperties": false, "properties": {
-				"name": {"type": "string", "minLength": 1, "maxLength": %d, "pattern": %s},
-				"categoryId": `+int64Schema+`, "status": {"allOf": [`+status+`]}}},
-			"Pet": {"type": "object", "required": ["id", "name", "categoryId", "status"], "properties": {
-				"id": {"type": "integer", "format": "int64", "minimum": 1}, "name": {"type": "string"},
-				"categoryId": `+int64Schema+`, "status": `+status+`}},
-			"Pets": {"type": "array", "maxItems": %d, "items": {"$ref": "#/components/schemas/Pet"}},
-			"Health": {"type": "object", "required": ["status"], "properties": {"status": {"type": "string", "enum": ["ok"]}}},
-			"Error": {"type": "object", "required": ["code", "message", "status"], "properties": {"code": {"type": "string"},
-				"message": {"type": "string"}, "status": {"type": "integer", "minimum": 400, "maximum": 599}}}}`,
-			encode(petStatuses), maxName, encode(name), maxLimit),
-		"paths": fmt.Sprintf(`{
-			"/healthz": {"get": {"operationId": "getHealth", "security": [], "responses": ["200 Health", "503 Error Retry-After"]}},
-			"/v1/pets": {
-				"get": {"operationId": "listPets", "parameters": [
-					{"in": "query", "name": "limit", "schema": {"type": "integer", "minimum": 1, "maximum": %d, "default": %d}},
-					{"in": "query", "name": "status", "schema": `+status+`},
-					{"in": "query", "name": "after", "schema": {"type": "integer", "format": "int64", "minimum": 0}}],
-					"responses": ["200 Pets", "400 Error", "401 Error WWW-Authenticate", "500 Error", "503 Error Retry-After"]},
-				"post": {"operationId": "createPet", "parameters": [{"in": "header", "name": "Idempotency-Key",
-					"schema": {"type": "string", "minLength": 1, "maxLength": %d, "pattern": "^[!-~]+$"}}],
-					"requestBody": {"required": true, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/NewPet"}}}},
-					"responses": ["201 Pet Location", "400 Error", "401 Error WWW-Authenticate", "408 Error", "413 Error", "415 Error",
-						"422 Error", "500 Error", "503 Error Retry-After"]}},
-			"/v1/pets/{petId}": {"get": {"operationId": "getPet", "deprecated": true,
-				"parameters": [{"in": "path", "name": "petId", "required": true, "schema": `+int64Schema+`}],
-				"responses": ["200 Pet Deprecation Link Sunset", "401 Error Deprecation Link Sunset WWW-Authenticate",
-					"404 Error Deprecation Link Sunset", "500 Error Deprecation Link Sunset", "503 Error Deprecation Link Retry-After Sunset"]}}}`,
-			maxLimit, defaultLimit, maxIdempotencyKey),
-	} {
-		got, wanted := encode(outline(at(document, strings.Fields(part)...))), encode(try(parseJSON(want))(t))
-		if !bytes.Equal(got, wanted) {
-			t.Errorf("in openapi.json, %s is\n%swant\n%s", part, got, wanted)
-		}
-	}
-	for _, fault := range exampleFaults(document["paths"], "") {
-		t.Error(fault)
-	}
-	for c, pattern := rune(0), regexp.MustCompile(name); c <= 0xffff; c++ {
-		for _, text := range []string{string(c), "x" + string(c), string(c) + " "} {
-			if _, ok := parseName(bytes.TrimSpace(encode(text))); utf8.ValidRune(c) && ok != pattern.MatchString(text) {
-				t.Errorf("the pattern of a name is wrong for %q", text)
-			}
-		}
-	}
 }
 
 // document is openapi.json, decoded by TestMain.
@@ -2037,7 +5250,7 @@ func exampleFaults(part any, status string) (f faults) {
 		f = append(f, schemaFaults(schema, example, "an example")...)
 		n, _ := strconv.Atoi(status)
 		isError := at(example, "code") != nil
-		f.check(!isError || at(example, "code") == errorCodes[n] && fmt.Sprint(at(example, "status")) == status, "an example of %s is %v", status, example)
+		f.require(!isError || at(example, "code") == errorCodes[n] && fmt.Sprint(at(example, "status")) == status, "an example of %s is %v", status, example)
 	}
 	list, _ := at(part).([]any)
 	for _, item := range list {
@@ -2064,37 +5277,37 @@ func exampleFaults(part any, status string) (f faults) {
 func contractFaults(r *http.Request, a reply) (f faults) {
 	body, err := parseJSON(a.body)
 	length, isHead := a.header.Get("Content-Length"), r.Method == "HEAD"
-	f.check(isHead || err == nil && length == strconv.Itoa(len(a.body)), "the body of %s bytes is %q (%v)", length, a.body, err)
-	f.check(!isHead || a.body == "" && length > "0", "the body is %q, and Content-Length %q", a.body, length)
-	f.check(!strings.Contains(a.body, testKey), "the body contains the API key: %s", a.body)
+	f.require(isHead || err == nil && length == strconv.Itoa(len(a.body)), "the body of %s bytes is %q (%v)", length, a.body, err)
+	f.require(!isHead || a.body == "" && length > "0", "the body is %q, and Content-Length %q", a.body, length)
+	f.require(!strings.Contains(a.body, testKey), "the body contains the API key: %s", a.body)
 	for name, want := range map[string]string{"Content-Type": "^application/json$", "Cache-Control": "^no-store$",
 		"X-Content-Type-Options": "^nosniff$", "X-Request-Id": "^[A-Z2-7]{26}$"} {
 		values := a.header[name]
-		f.check(len(values) == 1 && regexp.MustCompile(want).MatchString(values[0]), "%s is %q", name, values)
+		f.require(len(values) == 1 && regexp.MustCompile(want).MatchString(values[0]), "%s is %q", name, values)
 	}
 	if a.status >= 400 && body != nil {
 		f = append(f, schemaFaults(at(document, "components", "schemas", "Error"), body, "the error")...)
 		documented := at(document, "components", "schemas", "Error", "properties", "code", "description").(string)
-		f.check(fmt.Sprint(at(body, "status")) == strconv.Itoa(a.status) && at(body, "code") == errorCodes[a.status] &&
+		f.require(fmt.Sprint(at(body, "status")) == strconv.Itoa(a.status) && at(body, "code") == errorCodes[a.status] &&
 			strings.Contains(documented, fmt.Sprintf("`%s` %d", errorCodes[a.status], a.status)), "the error is %s", a.body)
 	}
 	allowed := strings.HasSuffix(fmt.Sprint(at(body, "message")), " only "+a.header.Get("Allow"))
-	f.check(allowed == (a.status == 405), "Allow is %q", a.header["Allow"])
+	f.require(allowed == (a.status == 405), "Allow is %q", a.header["Allow"])
 	path := regexp.MustCompile(`^/v1/pets/[^/]+$`).ReplaceAllString(r.URL.Path, "/v1/pets/{petId}")
 	operation := at(document, "paths", path, strings.ToLower(strings.Replace(r.Method, "HEAD", "GET", 1)))
 	if operation == nil || r.URL.RawPath != "" { // RawPath is set if the encoding is unusual, such as %2F
 		itself := r.URL.Path == "/openapi.json" && a.status == 200
-		f.check(itself || slices.Contains([]int{401, 404, 405, 500}, a.status), "the operation is not documented")
+		f.require(itself || slices.Contains([]int{401, 404, 405, 500}, a.status), "the operation is not documented")
 		return f
 	}
 	secured := at(operation, "security") == nil
-	f.check(r.Header.Get("Authorization") != "" || (a.status == 401) == secured, "the security is not as documented")
+	f.require(r.Header.Get("Authorization") != "" || (a.status == 401) == secured, "the security is not as documented")
 	response := at(operation, "responses", strconv.Itoa(a.status))
 	headers, documented := at(response, "headers").(map[string]any)
-	f.check(documented, "the status is not documented")
+	f.require(documented, "the status is not documented")
 	for name, header := range headers {
 		values := a.header.Values(name)
-		f.check(len(values) == 1 || len(values) == 0 && at(header, "required") != true, "header %s is there %d times", name, len(values))
+		f.require(len(values) == 1 || len(values) == 0 && at(header, "required") != true, "header %s is there %d times", name, len(values))
 		for _, value := range values {
 			var v any = value
 			if at(header, "schema", "type") == "integer" {
@@ -2104,7 +5317,7 @@ func contractFaults(r *http.Request, a reply) (f faults) {
 		}
 	}
 	for _, name := range []string{"Link", "Location", "WWW-Authenticate", "Deprecation", "Sunset", "Retry-After", "Idempotency-Replayed", "Allow"} {
-		f.check(headers[name] != nil || a.header.Values(name) == nil, "header %s is not documented", name)
+		f.require(headers[name] != nil || a.header.Values(name) == nil, "header %s is not documented", name)
 	}
 	if body != nil {
 		f = append(f, schemaFaults(at(response, "content", "application/json", "schema"), body, "the body")...)
@@ -2115,7 +5328,7 @@ func contractFaults(r *http.Request, a reply) (f faults) {
 // schemaFaults returns how a value differs from a schema. Members that the schema does not name are faults, too.
 func schemaFaults(schema, v any, where string) (f faults) {
 	check := func(ok bool, keyword string) {
-		f.check(ok, "%s is %v, which breaks %s %v", where, v, keyword, at(schema, keyword))
+		f.require(ok, "%s is %v, which breaks %s %v", where, v, keyword, at(schema, keyword))
 	}
 	enum, limited := at(schema, "enum").([]any)
 	check(!limited || slices.Contains(enum, v), "enum")
@@ -2147,4 +5360,320 @@ func schemaFaults(schema, v any, where string) (f faults) {
 		}
 	}
 	return f
+}
+
+// as returns the client for a subtest, to which failures then belong.
+func (c client) as(t testing.TB) *client {
+	c.t = t
+	return &c
+}
+
+// wantHeader checks the value of a header, "" for none.
+func (a reply) wantHeader(name, want string) {
+	a.t.Helper()
+	if got := strings.Join(a.header.Values(name), ", "); got != want {
+		a.t.Errorf("%s = %d with %s %q, want %q", a.request, a.status, name, got, want)
+	}
+}
+
+// nextPage returns the target of the next page, or "" if a is the last one.
+func (a reply) nextPage() string {
+	link, _ := strings.CutSuffix(a.header.Get("Link"), `>; rel="next"`)
+	return strings.TrimPrefix(link, "<")
+}
+
+// statusOf lets the handler answer a request, and returns the status. Unlike do, it checks nothing,
+// and so takes little time and memory.
+func (s *service) statusOf(method, target, body string) int {
+	r := httptest.NewRequest(method, target, strings.NewReader(body))
+	r.Header.Set("Authorization", "Bearer "+testKey)
+	w := httptest.NewRecorder()
+	s.ServeHTTP(w, r)
+	return w.Code
+}
+
+// keyCheck is what a service with certain API keys must accept and refuse.
+type keyCheck struct {
+	accepted []string
+	refused  []string
+}
+
+// wantKeys checks which keys a service with the settings c accepts.
+func wantKeys(t *testing.T, c config, check keyCheck) {
+	t.Helper()
+	k, err := loadKeys(c)
+	must(t, err)
+	logger := slog.New(slog.NewTextHandler(t.Output(), nil))
+	st, err := openStore(filepath.Join(t.TempDir(), "animals.db"), logger)
+	must(t, err)
+	t.Cleanup(func() { must(t, st.close()) })
+	s := &service{server: newServer(routes(st, k), logger)}
+	s.client = client{t: t, send: s.respond}
+
+	for _, key := range check.accepted {
+		if a := s.get("/v1/pets", "Authorization: Bearer "+key); a.status != 200 {
+			t.Errorf("with the key %q: %s = %d, want 200", key, a.request, a.status)
+		}
+	}
+	for _, key := range check.refused {
+		if a := s.get("/v1/pets", "Authorization: Bearer "+key); a.status != 401 {
+			t.Errorf("with the key %q: %s = %d, want 401", key, a.request, a.status)
+		}
+	}
+}
+
+// madeKey returns the API key that the process has made and logged.
+func (p *process) madeKey() string {
+	p.t.Helper()
+	line := regexp.MustCompile(` api_key=([A-Z2-7]{26})\n`).FindStringSubmatch(p.log.String())
+	if line == nil {
+		p.t.Fatalf("the log has no new API key: %s", p.log.String())
+	}
+	return line[1]
+}
+
+// outcome is what a run of the program in this process has done.
+type outcome struct {
+	args           []string
+	status         int
+	stdout, stderr string
+	before         string // snapshot of the folder before the run
+}
+
+// runWith runs the program on a free port until it ends, with settings that must not start the
+// service. Unless args say otherwise, its database is a new one in dir.
+func runWith(t *testing.T, dir string, env map[string]string, args ...string) outcome {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second) // in case the service starts
+	defer cancel()
+	var stdout, stderr bytes.Buffer
+	before := snapshot(t, dir)
+
+	all := append([]string{"-addr", "127.0.0.1:0", "-db", filepath.Join(dir, "new.db")}, args...)
+	status := run(ctx, all, lookup(env), &stdout, &stderr)
+	return outcome{
+		args:   args,
+		status: status,
+		stdout: stdout.String(),
+		stderr: stderr.String(),
+		before: before,
+	}
+}
+
+// String describes o in messages.
+func (o outcome) String() string {
+	return fmt.Sprintf("animalstore %q = %d, standard output %q, standard error %q",
+		o.args, o.status, o.stdout, o.stderr)
+}
+
+// wantError checks that the program ended with this status and one line on standard error that
+// contains words, but no API key, and that it changed no file in dir.
+func (o outcome) wantError(t *testing.T, status int, words, dir string) {
+	t.Helper()
+	oneLine := strings.Count(o.stderr, "\n") == 1 && strings.HasSuffix(o.stderr, "\n")
+	if o.status != status || o.stdout != "" || !oneLine ||
+		!strings.HasPrefix(o.stderr, "animalstore: ") || !strings.Contains(o.stderr, words) {
+		t.Errorf("%s; want %d and one line with %q", o, status, words)
+	}
+	if strings.Contains(o.stderr, "secret") {
+		t.Errorf("%s; want no API key", o)
+	}
+	o.wantNoChange(t, dir)
+}
+
+// wantSuccess checks that the program ended with status 0, without errors, and that it changed no
+// file in dir.
+func (o outcome) wantSuccess(t *testing.T, dir string) {
+	t.Helper()
+	if o.status != 0 || o.stderr != "" {
+		t.Errorf("%s; want 0, and nothing on standard error", o)
+	}
+	o.wantNoChange(t, dir)
+}
+
+// wantNoChange checks that the program has not changed a file in dir.
+func (o outcome) wantNoChange(t *testing.T, dir string) {
+	t.Helper()
+	if after := snapshot(t, dir); after != o.before {
+		t.Errorf("%s changed the files from\n%s to\n%s", o, o.before, after)
+	}
+}
+
+// newDatabaseIn creates a folder with animals.db, a database of this service with the animal Rex.
+// It runs a line of shell in the folder, and then SQL on animals.db.
+func newDatabaseIn(t *testing.T, line, sql string) (dir string) {
+	t.Helper()
+	dir = t.TempDir()
+	s := openService(t, filepath.Join(dir, "animals.db"))
+	s.add("Rex", 7, "available")
+	must(t, s.close())
+
+	shell(t, dir, line)
+	if sql != "" {
+		s.exec(sql)
+	}
+	return dir
+}
+
+// wantFiles checks the names of all files in dir.
+func wantFiles(t *testing.T, dir string, want ...string) {
+	t.Helper()
+	entries, err := os.ReadDir(dir)
+	must(t, err)
+	var got []string
+	for _, e := range entries {
+		got = append(got, e.Name())
+	}
+	if fmt.Sprintf("%q", got) != fmt.Sprintf("%q", want) {
+		t.Errorf("the files are %q, want %q", got, want)
+	}
+}
+
+// brokenListener is a net.Listener that accepts no connection.
+type brokenListener struct{ cause error }
+
+func (l brokenListener) Accept() (net.Conn, error) { return nil, l.cause }
+func (l brokenListener) Close() error              { return nil }
+func (l brokenListener) Addr() net.Addr            { return &net.TCPAddr{} }
+
+// rawKey is the header with testKey, as it is sent.
+const rawKey = "Authorization: Bearer " + testKey
+
+// rawList is GET /v1/pets, as it is sent.
+var rawList = rawRequest("GET /v1/pets", rawKey)
+
+// rawRequest returns a request without its body, as it is sent.
+func rawRequest(methodAndTarget string, headers ...string) string {
+	lines := append([]string{methodAndTarget + " HTTP/1.1", "Host: x"}, headers...)
+	return strings.Join(lines, "\r\n") + "\r\n\r\n"
+}
+
+// sendEvery sends text again and again, until the connection is closed.
+func sendEvery(pause time.Duration, conn net.Conn, text string) {
+	for err := error(nil); err == nil; _, err = io.WriteString(conn, text) {
+		time.Sleep(pause)
+	}
+}
+
+// inBackground calls f in a goroutine. The channel receives how long that took.
+func inBackground(f func()) (took chan time.Duration) {
+	took = make(chan time.Duration, 1)
+	go func() {
+		start := time.Now()
+		f()
+		took <- time.Since(start)
+	}()
+	return took
+}
+
+// wantStop checks how long a stop took, and that the log says whether it cut off connections.
+func wantStop(t *testing.T, took, least, most time.Duration, log *bytes.Buffer) {
+	t.Helper()
+	synctest.Wait() // until all handlers have logged
+	if took < least || took > most {
+		t.Errorf("the stop took %v, want %v to %v", took, least, most)
+	}
+	cut := strings.Contains(log.String(), `level=WARN msg="connections were cut off"`)
+	if cut != (least == longStop) {
+		t.Errorf("the log says that connections were cut off: %v; %s", cut, log.String())
+	}
+}
+
+// newCertificate writes a certificate and its key to files in dir, and returns a transport that
+// trusts it, and would use HTTP/2.
+func newCertificate(t *testing.T, dir string) (certFile, keyFile string, trusting *http.Transport) {
+	t.Helper()
+	ts := httptest.NewTLSServer(nil) // has a certificate for 127.0.0.1
+	defer ts.Close()
+	key, err := x509.MarshalPKCS8PrivateKey(ts.TLS.Certificates[0].PrivateKey)
+	must(t, err)
+	writePEM := func(name, kind string, content []byte) string {
+		block := pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: content})
+		return writeFile(t, dir, name, string(block))
+	}
+
+	roots := x509.NewCertPool()
+	roots.AddCert(ts.Certificate())
+	trusting = &http.Transport{
+		TLSClientConfig:   &tls.Config{RootCAs: roots},
+		ForceAttemptHTTP2: true,
+	}
+	t.Cleanup(trusting.CloseIdleConnections)
+	certFile = writePEM("cert.pem", "CERTIFICATE", ts.Certificate().Raw)
+	return certFile, writePEM("key.pem", "PRIVATE KEY", key), trusting
+}
+
+// startWithTLS starts the program with a certificate that the transport trusts. The requests of
+// the process use that transport.
+func startWithTLS(t *testing.T) (p *process, trusting *http.Transport) {
+	t.Helper()
+	cert, key, trusting := newCertificate(t, t.TempDir())
+	p = startCommand(t, command(t, execSelf, "-tls-cert", cert, "-tls-key", key))
+	p.send = trusting.RoundTrip
+	return p, trusting
+}
+
+// fullDisk is an io.Writer that fails as long as it is full.
+type fullDisk struct {
+	full bool
+	text string
+}
+
+func (d *fullDisk) Write(text []byte) (int, error) {
+	if d.full {
+		return 0, syscall.ENOSPC
+	}
+	d.text += string(text)
+	return len(text), nil
+}
+
+// logMuch makes the process log more than fits in a pipe.
+func (p *process) logMuch() {
+	p.t.Helper()
+	for range 100 {
+		p.get("/v1/pets/" + strings.Repeat("x", 8000)).want(404)
+	}
+}
+
+// allIDs is a query for the ids of all animals.
+const allIDs = "SELECT group_concat(id ORDER BY id) FROM pets"
+
+// closedDatabase returns a new database with animals, which no process has open.
+func closedDatabase(t testing.TB, count int) database {
+	t.Helper()
+	s := newService(t)
+	s.addMany(count, "Rex")
+	must(t, s.close())
+	return s.database
+}
+
+// folderSize returns the size of all files in the folder of a database.
+func folderSize(t testing.TB, db database) (size int64) {
+	t.Helper()
+	entries, err := os.ReadDir(filepath.Dir(db.file))
+	must(t, err)
+	for _, e := range entries {
+		if info, err := e.Info(); err == nil { // or it was deleted meanwhile
+			size += info.Size()
+		}
+	}
+	return size
+}
+
+// wantRefused runs the program, and checks that it ends with status 1 and one line of output that
+// contains words, and changes nothing in a folder.
+func wantRefused(t testing.TB, cmd *exec.Cmd, dir, words string) {
+	t.Helper()
+	before := snapshot(t, dir)
+
+	out, _ := cmd.CombinedOutput()
+
+	status, lines := cmd.ProcessState.ExitCode(), strings.Count(string(out), "\n")
+	if status != 1 || lines != 1 || !strings.Contains(string(out), words) {
+		t.Errorf("%q: status %d, output %s; want 1, one line with %q",
+			cmd.Args[4:], status, out, words)
+	}
+	if after := snapshot(t, dir); after != before {
+		t.Errorf("%q: the files were\n%s and are\n%s", cmd.Args[4:], before, after)
+	}
 }

@@ -1,16 +1,18 @@
 package main
 
 import (
-	"cmp"
+	"context"
+	"crypto/sha256"
 	"database/sql"
 	"errors"
 	"fmt"
+	"io/fs"
+	"log/slog"
 	"net/url"
 	"os"
 	"path/filepath"
 	"runtime"
 	"runtime/debug"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -21,42 +23,18 @@ import (
 )
 
 const (
-	busyTimeout            = 5 * time.Second        // how long to wait for another program's lock
-	watchInterval          = 250 * time.Millisecond // between looks at the database; edits must show within 1 s
-	idempotencyKeyLifetime = 24 * 60 * 60           // seconds for which an Idempotency-Key is remembered
-	applicationID          = 0x50657473             // PRAGMA application_id of this service's databases: "Pets"
-	// schemaVersion is the PRAGMA user_version of the schema below; a new database has 0. Raise it with every change,
-	// and migrate older tables in the transaction that sets it. Read it again there: another process may have done so.
-	schemaVersion = 1
+	// busyTimeout is how long a create waits for the lock of another program.
+	busyTimeout = 5 * time.Second
+
+	// watchInterval is the time between two looks at what other programs have changed.
+	watchInterval = 250 * time.Millisecond
+
+	// idempotencyKeyLifetime is how long an Idempotency-Key is remembered.
+	idempotencyKeyLifetime = 24 * time.Hour
+
+	// applicationID is the PRAGMA application_id of this service's databases: "Pets" in ASCII.
+	applicationID = 0x50657473
 )
-
-// schema creates the tables if they do not exist. The CHECKs are also for edits by other programs. (They do not use IN,
-// for which SQLite would create a temporary b-tree at each insert.)
-var schema = fmt.Sprintf(`
-PRAGMA journal_mode = WAL;
-BEGIN IMMEDIATE;
-CREATE TABLE IF NOT EXISTS pets (
-	id INTEGER PRIMARY KEY AUTOINCREMENT CHECK (id > 0), -- AUTOINCREMENT: no id is used twice
-	name TEXT NOT NULL CHECK (length(name) BETWEEN 1 AND 255),
-	category_id INTEGER NOT NULL,
-	status TEXT NOT NULL DEFAULT 'available' CHECK (status = 'available' OR status = 'pending' OR status = 'sold')
-) STRICT;
-CREATE INDEX IF NOT EXISTS pets_by_status ON pets (status, id, name, category_id); -- a covering index
-
-CREATE TABLE IF NOT EXISTS idempotency_keys ( -- with the animal of the first response
-	caller BLOB NOT NULL,       -- SHA-256 sum of the API key
-	key TEXT NOT NULL,
-	created INTEGER NOT NULL,   -- Unix time, seconds
-	id INTEGER NOT NULL,
-	name TEXT NOT NULL,
-	category_id INTEGER NOT NULL,
-	status TEXT NOT NULL,
-	PRIMARY KEY (caller, key)
-) STRICT, WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS idempotency_keys_by_age ON idempotency_keys (created);
-PRAGMA application_id = %d;
-PRAGMA user_version = %d;
-COMMIT;`, applicationID, schemaVersion)
 
 // newPet is the API's NewPet, with its status filled in.
 type newPet struct {
@@ -78,14 +56,263 @@ type filter struct {
 	after  int64  // list only greater ids
 }
 
-// creation is an animal waiting to be stored, and then the result.
-type creation struct {
-	newPet
-	caller         caller
-	idempotencyKey string // "" for none
-	stored         pet
-	replayed       bool  // stored is from the first response to idempotencyKey
-	err            error // of this creation alone: nil or errKeyReused
+// caller identifies a client by the SHA-256 sum of its API key. The key itself is not kept. Each
+// caller has its own Idempotency-Keys. The zero caller is nobody.
+type caller [sha256.Size]byte
+
+// migrations[v] takes a database from schema version v to version v+1. The version is PRAGMA
+// user_version, which is 0 in a new database.
+//
+// To change the schema, append to this list. Never edit what was released: databases that went
+// through it stay as they are.
+var migrations = []string{
+	fmt.Sprintf(`PRAGMA application_id = %d;
+
+	-- AUTOINCREMENT: no id is used twice. The CHECKs also hold for edits by other programs.
+	-- They do not use IN, for which SQLite would build a b-tree at each insert.
+	CREATE TABLE pets (
+		id INTEGER PRIMARY KEY AUTOINCREMENT CHECK (id > 0),
+		name TEXT NOT NULL CHECK (length(name) BETWEEN 1 AND 255),
+		category_id INTEGER NOT NULL,
+		status TEXT NOT NULL DEFAULT 'available'
+			CHECK (status = 'available' OR status = 'pending' OR status = 'sold')
+	) STRICT;
+	CREATE INDEX pets_by_status ON pets (status, id, name, category_id); -- a covering index
+
+	-- caller is the SHA-256 sum of an API key, created is a Unix time in seconds, and the rest is
+	-- the animal of the first response.
+	CREATE TABLE idempotency_keys (
+		caller BLOB NOT NULL,
+		key TEXT NOT NULL,
+		created INTEGER NOT NULL,
+		id INTEGER NOT NULL,
+		name TEXT NOT NULL,
+		category_id INTEGER NOT NULL,
+		status TEXT NOT NULL,
+		PRIMARY KEY (caller, key)
+	) STRICT, WITHOUT ROWID;
+	CREATE INDEX idempotency_keys_by_age ON idempotency_keys (created);`, applicationID),
+}
+
+// store keeps the animals in an SQLite database in WAL mode: new animals go to a write-ahead log
+// (WAL), the file with the suffix -wal, and a checkpoint moves them to the database itself. The
+// file with the suffix -shm is the index of the WAL, which all processes share.
+//
+// All methods of its parts may be called concurrently.
+type store struct {
+	reader    *reader    // lists and gets animals
+	committer *committer // creates animals
+	watcher   *watcher   // looks after the files
+}
+
+// openStore opens the database at path, which is absolute. If there is none, it creates one, and
+// logs a warning. What happens to the files later is logged, too.
+func openStore(path string, logger *slog.Logger) (*store, error) {
+	path, err := resolve(path)
+	if err != nil {
+		return nil, err
+	}
+	if err := refuseOrphanedWAL(path); err != nil {
+		return nil, err
+	}
+	if err := syncWAL(path); err != nil {
+		return nil, err
+	}
+
+	c := newCommitter(path)
+	s := &store{
+		reader:    newReader(path),
+		committer: c,
+		watcher:   newWatcher(path, c, logger),
+	}
+	isNew, err := s.openParts(path)
+	if err != nil {
+		s.closeAll()
+		return nil, explain(err)
+	}
+	if isNew {
+		logger.Warn("the database is new and empty", "database", path)
+	}
+
+	go s.watcher.watch()
+	return s, nil
+}
+
+// openParts migrates the database at path, and opens all connections to it.
+func (s *store) openParts(path string) (isNew bool, err error) {
+	isNew, err = migrate(s.committer.db)
+	if err != nil {
+		return false, err
+	}
+	if err := setWALMode(s.committer.db); err != nil {
+		return false, err
+	}
+	if err := s.reader.open(); err != nil {
+		return false, err
+	}
+	if err := s.committer.open(); err != nil {
+		return false, err
+	}
+	if err := s.watcher.open(path); err != nil {
+		return false, err
+	}
+	s.committer.mainFile = s.watcher.files[0]
+	return isNew, nil
+}
+
+// close waits for a transaction in progress and closes the store.
+//
+// If the store is sealed, close returns the reason and closes no connection: SQLite would delete
+// whatever WAL is at the path.
+func (s *store) close() error {
+	s.watcher.stop()
+	s.committer.mu.Lock()
+	defer s.committer.mu.Unlock()
+	if err := s.committer.checkSealed(); err != nil {
+		return err
+	}
+	return s.closeAll()
+}
+
+// closeAll closes all connections. The committer's comes last: the last connection makes a
+// checkpoint and deletes the WAL, if it may write.
+func (s *store) closeAll() error {
+	return errors.Join(s.reader.db.Close(), s.watcher.db.Close(), s.committer.db.Close())
+}
+
+// checkHealth returns errUnavailable, wrapped, if the files of the database are not in their
+// places, or if it cannot be read.
+func (s *store) checkHealth() error {
+	if err := s.committer.checkPlace(); err != nil {
+		return err
+	}
+	if _, _, err := s.reader.list(filter{limit: 1}); err != nil {
+		return fmt.Errorf("%w: %w", errUnavailable, err)
+	}
+	return nil
+}
+
+// reader reads animals, on a pool of read-only connections.
+//
+// Its statements run without a context: an index and a LIMIT keep them short, and those that can
+// be cancelled are slower.
+type reader struct {
+	db   *sql.DB
+	size int // connections
+
+	// slots is a semaphore with a slot for each connection. It serves callers in their order.
+	// database/sql does not: with 1,000 clients, some of them waited for two seconds.
+	slots chan struct{}
+
+	selectPet          *sql.Stmt
+	selectPage         *sql.Stmt
+	selectPageByStatus *sql.Stmt
+}
+
+func newReader(path string) *reader {
+	size := max(4, runtime.GOMAXPROCS(0))
+	return &reader{
+		db:    newPool(path, "ro", size),
+		size:  size,
+		slots: make(chan struct{}, size),
+	}
+}
+
+// open prepares the statements and opens all connections.
+func (r *reader) open() error {
+	err := prepare(r.db, map[**sql.Stmt]string{
+		&r.selectPet: `SELECT id, name, category_id, status FROM pets
+			WHERE id = ?`,
+		&r.selectPage: `SELECT id, name, category_id, status FROM pets
+			WHERE id > ? ORDER BY id LIMIT ?`,
+		&r.selectPageByStatus: `SELECT id, name, category_id, status FROM pets
+			WHERE status = ? AND id > ? ORDER BY id LIMIT ?`,
+	})
+	if err != nil {
+		return err
+	}
+	return openConnections(r.db, r.size)
+}
+
+// list returns a page of animals, by ascending id, and whether more follow.
+func (r *reader) list(f filter) (pets []pet, more bool, err error) {
+	statement, args := r.selectPage, []any{f.after, f.limit + 1}
+	if f.status != "" {
+		statement, args = r.selectPageByStatus, []any{f.status, f.after, f.limit + 1}
+	}
+
+	r.slots <- struct{}{}
+	defer func() { <-r.slots }()
+	defer exitOnPanic()
+
+	rows, err := statement.Query(args...)
+	if err != nil {
+		return nil, false, asUnavailable(err)
+	}
+	defer rows.Close()
+
+	pets = make([]pet, 0, f.limit+1)
+	var p pet
+	columns := []any{&p.ID, &p.Name, &p.CategoryID, &p.Status}
+	for rows.Next() {
+		if err := rows.Scan(columns...); err != nil {
+			return nil, false, err
+		}
+		pets = append(pets, p)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, false, asUnavailable(err)
+	}
+
+	more = len(pets) > f.limit
+	return pets[:min(len(pets), f.limit)], more, nil
+}
+
+// get returns the animal with this id, or errNotFound.
+func (r *reader) get(id int64) (p pet, err error) {
+	r.slots <- struct{}{}
+	defer func() { <-r.slots }()
+	defer exitOnPanic()
+
+	err = r.selectPet.QueryRow(id).Scan(&p.ID, &p.Name, &p.CategoryID, &p.Status)
+	if errors.Is(err, sql.ErrNoRows) {
+		return pet{}, errNotFound
+	}
+	return p, asUnavailable(err)
+}
+
+// committer stores animals with group commit: creations that wait at the same time share one
+// transaction, and so one wait for the disk. With 64 clients, that is ten times as fast as a
+// transaction for each. The goroutine of the first of them writes them all.
+//
+// The transactions are made with prepared statements on the one connection of a pool:
+// database/sql's Tx would parse BEGIN and COMMIT each time.
+type committer struct {
+	db       *sql.DB    // one connection, so that its statements form one transaction
+	mainFile openedFile // the database itself, without its WAL
+
+	begin                 *sql.Stmt
+	commit                *sql.Stmt
+	insertPet             *sql.Stmt
+	selectIdempotencyKey  *sql.Stmt
+	insertIdempotencyKey  *sql.Stmt
+	deleteIdempotencyKeys *sql.Stmt
+
+	// sealed is nil until a file of the database is not in its place any more. From then on it is
+	// the reason why nothing can be created.
+	sealed atomic.Pointer[error]
+
+	// changes grows with every commit: of this process at once, of other programs when the watcher
+	// notices it.
+	changes atomic.Int64
+
+	// mu is held during a transaction, or to prevent one.
+	mu sync.Mutex
+
+	// nextMu guards next, the batch that creations can join, or nil. A batch that is being written
+	// is no longer next, and so does not grow. nextMu may be taken while mu is held.
+	nextMu sync.Mutex
+	next   *batch
 }
 
 // batch is a set of creations that share one transaction.
@@ -95,344 +322,378 @@ type batch struct {
 	err       error         // of the whole batch
 }
 
-// store keeps the animals in an SQLite database in WAL mode. Handlers may call its methods concurrently. Reads run on
-// a pool of read-only connections. Writes use group commit: creations that wait at the same time share one transaction,
-// and so one wait for the disk; the goroutine of the first of them writes them all.
-type store struct {
-	path    string       // absolute
-	files   []openedFile // the database, its write-ahead log and the index of that log
-	readers *sql.DB
-	writer  *sql.DB // one connection, so that its statements form one transaction
-	watcher *sql.DB // one connection, which sees the commits of all others, and waits for no lock
+// creation is an animal waiting to be stored, and then the result.
+type creation struct {
+	newPet
+	caller         caller
+	idempotencyKey string // "" for none
 
-	selectPage, selectPageByStatus, // of readers; the others are of writer
-	begin, commit, insertPet, selectIdempotencyKey, insertIdempotencyKey, deleteStaleIdempotencyKeys *sql.Stmt
-
-	readSlots chan struct{} // a semaphore: holds a value for each of the readers in use
-	writeMu   sync.Mutex    // held during a transaction, or to prevent one
-	nextMu    sync.Mutex    // guards next
-	next      *batch        // the batch that a creation can join, or nil
-	closing   chan struct{} // ends watch
-
-	changes atomic.Int64          // grows after every commit: of this process at once, of others within watchInterval
-	moved   atomic.Pointer[error] // why nothing may be created, or nil; set by checkFiles
-	emptied bool                  // emptyWAL has succeeded since a file was moved; used by checkFiles
+	stored   pet
+	replayed bool  // stored is from the first response to idempotencyKey
+	err      error // of this creation alone
 }
 
-// openStore opens the database at path, which is absolute. If there is none, or an empty file, it creates one (isNew).
-func openStore(path string) (s *store, isNew bool, err error) {
-	wal := path + "-wal"
-	walInfo, _ := os.Lstat(wal) // before the database, which another process may be creating
-	info, err := os.Lstat(path)
-	if err == nil && !info.Mode().IsRegular() {
-		return nil, false, errors.New("it is not a regular file; if it is a link, name the file that it leads to")
-	}
-	if walInfo != nil {
-		// SQLite would take a file of one byte for a new database, and delete the log.
-		if err != nil || info.Size() <= 1 {
-			return nil, false, fmt.Errorf("there is no database, but %q is the write-ahead log of one; "+
-				"put that database back, or delete the log to start with an empty one", wal)
-		}
-		// A process that was killed may have left commits that are not on disk yet. SQLite recovers them without a
-		// sync, and a response to a repeated request must not acknowledge them before.
-		if err := cmp.Or(syncPath(wal), syncPath(filepath.Dir(path))); err != nil {
-			return nil, false, err
-		}
-	}
-	readers := max(4, runtime.GOMAXPROCS(0))
-	s = &store{
-		path:      path,
-		readers:   newPool(path, "ro", readers),
-		readSlots: make(chan struct{}, readers),
-		writer:    newPool(path, "rwc", 1, "synchronous(FULL)", "fullfsync(ON)", "journal_size_limit(64000000)"),
-		watcher:   newPool(path, "rw", 1, "busy_timeout(0)", "fullfsync(ON)"),
-		closing:   make(chan struct{}),
-	}
-	isNew, err = s.setUp()
-	if err != nil {
-		s.readers.Close()
-		s.watcher.Close()
-		s.writer.Close()
-		return nil, false, explain(err)
-	}
-	go s.watch()
-	return s, isNew, nil
+func newCommitter(path string) *committer {
+	const walLimit = "journal_size_limit(64000000)" // bytes, to which SQLite cuts it after a burst
+	return &committer{db: newPool(path, "rwc", 1, "synchronous(FULL)", walLimit)}
 }
 
-// setUp creates the tables of a new database (isNew), prepares the statements, opens all connections and sets s.files.
-func (s *store) setUp() (isNew bool, err error) {
-	version, err := readSchemaVersion(s.writer)
-	if err != nil {
-		return false, err
-	}
-	statements := schema
-	if version == schemaVersion { // a write of nothing: it fails if the database is read-only or locked
-		statements = "PRAGMA journal_mode = WAL; DELETE FROM pets WHERE id = 0"
-	}
-	if _, err := s.writer.Exec(statements); err != nil {
-		return false, err
-	}
-	if err := cmp.Or(s.prepare(), openConnections(s.readers), openConnections(s.watcher)); err != nil {
-		return false, err
-	}
-	for _, path := range []string{s.path, s.path + "-wal", s.path + "-shm"} {
-		info, err := os.Lstat(path)
-		if err != nil {
-			return false, err
-		}
-		s.files = append(s.files, openedFile{path, info})
-	}
-	return version == 0, nil
-}
-
-// prepare prepares the statements. It returns an error if the database lacks a table or a column.
-func (s *store) prepare() (err error) {
-	on := func(db *sql.DB, query string) (statement *sql.Stmt) {
-		if err == nil {
-			statement, err = db.Prepare(query)
-		}
-		return statement
-	}
-	s.selectPage = on(s.readers, `SELECT id, name, category_id, status FROM pets WHERE id > ? ORDER BY id LIMIT ?`)
-	s.selectPageByStatus = on(s.readers, `SELECT id, name, category_id, status FROM pets
-		WHERE status = ? AND id > ? ORDER BY id LIMIT ?`)
-	s.begin = on(s.writer, `BEGIN IMMEDIATE`)
-	s.commit = on(s.writer, `COMMIT`)
-	s.insertPet = on(s.writer, `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`)
-	s.selectIdempotencyKey = on(s.writer, `SELECT id, name, category_id, status FROM idempotency_keys
-		WHERE caller = ? AND key = ? AND created >= ?`)
-	s.insertIdempotencyKey = on(s.writer, `REPLACE INTO idempotency_keys
-		(caller, key, created, id, name, category_id, status) VALUES (?, ?, ?, ?, ?, ?, ?)`)
-	s.deleteStaleIdempotencyKeys = on(s.writer, `DELETE FROM idempotency_keys WHERE (caller, key) IN
-		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT ?)`)
-	return err
-}
-
-// close waits for a transaction in progress and closes the store. Call it once. If a file is not in its place, close
-// returns an error and closes no connection: SQLite would use, and delete, whatever log is at the path.
-func (s *store) close() error {
-	s.closing <- struct{}{} // waits for watch
-	err := s.checkFiles()
-	s.writeMu.Lock() // for good: nothing may be written any more
+// open prepares the statements and opens the connection.
+func (c *committer) open() error {
+	err := prepare(c.db, map[**sql.Stmt]string{
+		&c.begin:  `BEGIN IMMEDIATE`,
+		&c.commit: `COMMIT`,
+		&c.insertPet: `INSERT INTO pets (name, category_id, status)
+			VALUES (?, ?, ?)`,
+		&c.selectIdempotencyKey: `SELECT id, name, category_id, status FROM idempotency_keys
+			WHERE caller = ? AND key = ? AND created >= ?`,
+		&c.insertIdempotencyKey: `REPLACE INTO idempotency_keys
+			(caller, key, created, id, name, category_id, status)
+			VALUES (?, ?, ?, ?, ?, ?, ?)`,
+		&c.deleteIdempotencyKeys: `DELETE FROM idempotency_keys WHERE (caller, key) IN
+			(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT ?)`,
+	})
 	if err != nil {
 		return err
 	}
-	// The writer comes last: the last connection removes the write-ahead log, if it may write.
-	return errors.Join(s.readers.Close(), s.watcher.Close(), s.writer.Close())
+	return openConnections(c.db, 1)
 }
 
-// list returns a page of animals, by ascending id, and whether more follow. It takes no context: the query is bounded.
-func (s *store) list(f filter) (pets []pet, more bool, err error) {
-	statement, args := s.selectPage, []any{f.after, f.limit + 1}
-	if f.status != "" {
-		statement, args = s.selectPageByStatus, append([]any{f.status}, args...)
+// create stores p and returns it, with its id, once it is on disk.
+//
+// If who has already used idempotencyKey ("" for none) within idempotencyKeyLifetime, it stores
+// nothing, and returns the first result and replayed, or errIdempotencyKeyReused if p differs.
+//
+// After errIdempotencyKeyReused or errUnavailable p is not stored. After another error it may be.
+//
+// There is no context: a client that disconnects must not break the commit that it shares with
+// others.
+func (c *committer) create(who caller, idempotencyKey string, p newPet) (
+	stored pet, replayed bool, err error,
+) {
+	if err := c.checkSealed(); err != nil {
+		return pet{}, false, err
 	}
-	s.readSlots <- struct{}{} // first come, first served: database/sql would let some of 1,000 callers wait for 2 s
-	defer func() { <-s.readSlots }()
-	defer crash()
-	rows, err := statement.Query(args...)
-	if err != nil {
-		return nil, false, dbError(err)
-	}
-	defer rows.Close()
-	pets = make([]pet, 0, f.limit+1)
-	var row pet
-	columns := []any{&row.ID, &row.Name, &row.CategoryID, &row.Status}
-	for rows.Next() {
-		if err := rows.Scan(columns...); err != nil {
-			return nil, false, err
-		}
-		pets = append(pets, row)
-	}
-	more = len(pets) > f.limit
-	return pets[:min(len(pets), f.limit)], more, dbError(rows.Err())
-}
 
-// create stores p and returns it, with its id, once it is on disk. If who has used idempotencyKey ("" for none) within
-// idempotencyKeyLifetime, it returns the first result and replayed, or errKeyReused if p differs. After errKeyReused or
-// errUnavailable p is not stored; after another error it may be. No context: a disconnect must not break a commit.
-func (s *store) create(who caller, idempotencyKey string, p newPet) (_ pet, replayed bool, err error) {
-	c := &creation{newPet: p, caller: who, idempotencyKey: idempotencyKey}
-	s.nextMu.Lock()
-	first := s.next == nil
+	cr := &creation{newPet: p, caller: who, idempotencyKey: idempotencyKey}
+	b, first := c.join(cr)
 	if first {
-		s.next = &batch{done: make(chan struct{})}
-	}
-	b := s.next
-	b.creations = append(b.creations, c)
-	s.nextMu.Unlock()
-	if first {
-		s.write(b)
+		c.write(b)
 	}
 	<-b.done
-	return c.stored, c.replayed, cmp.Or(b.err, c.err)
+
+	if b.err != nil {
+		return pet{}, false, b.err
+	}
+	return cr.stored, cr.replayed, cr.err
+}
+
+// join adds cr to the next batch. The first creation of a batch must write it.
+func (c *committer) join(cr *creation) (b *batch, first bool) {
+	c.nextMu.Lock()
+	defer c.nextMu.Unlock()
+
+	if c.next == nil {
+		c.next = &batch{done: make(chan struct{})}
+		first = true
+	}
+	c.next.creations = append(c.next.creations, cr)
+	return c.next, first
+}
+
+// endJoining ends the batch that creations can join: the next creation begins a new one.
+func (c *committer) endJoining() {
+	c.nextMu.Lock()
+	defer c.nextMu.Unlock()
+	c.next = nil
 }
 
 // write stores the batch b, sets its results and closes b.done.
-func (s *store) write(b *batch) {
-	s.writeMu.Lock()
-	defer s.writeMu.Unlock()
-	defer crash()
-	_, err := s.begin.Exec() // while this waits for the lock of another program, creations join b
-	s.nextMu.Lock()
-	s.next = nil // the next creation begins a new batch
-	s.nextMu.Unlock()
-	if err != nil { // whatever it is, nothing is stored
-		b.err = cmp.Or(s.requireInPlace(), fmt.Errorf("%w: %w", errUnavailable, err))
-	} else {
-		b.err = s.transact(b)
-	}
+func (c *committer) write(b *batch) {
+	defer exitOnPanic()
+
+	c.mu.Lock()
+	b.err = c.transact(b)
 	if b.err != nil {
-		s.writer.Exec("ROLLBACK") // fails, harmlessly, if no transaction is open
+		c.db.Exec("ROLLBACK") // fails, harmlessly, if no transaction is open
 	}
+	c.mu.Unlock()
+
 	close(b.done)
 }
 
-// transact stores the batch b in the open transaction and commits it. After an error the transaction may be open.
-func (s *store) transact(b *batch) (err error) {
-	if err := s.requireInPlace(); err != nil {
-		return err
+// transact stores the batch b in a transaction. After an error, the transaction may be open.
+func (c *committer) transact(b *batch) error {
+	_, beginErr := c.begin.Exec() // while it waits for another program, creations join b
+	c.endJoining()
+	if err := c.checkPlace(); err != nil {
+		return err // even if there is a beginErr: this is the cause
 	}
-	now, withKey := time.Now().Unix(), 0
-	for _, c := range b.creations {
-		if err := s.insert(c, now); err != nil {
-			return dbError(err)
+	if beginErr != nil { // whatever it is, nothing is stored
+		return fmt.Errorf("%w: %w", errUnavailable, beginErr)
+	}
+
+	now := time.Now()
+	idempotencyKeys := 0
+	for _, cr := range b.creations {
+		if err := c.insert(cr, now); err != nil {
+			return asUnavailable(err)
 		}
-		if c.idempotencyKey != "" {
-			withKey++
+		if cr.idempotencyKey != "" {
+			idempotencyKeys++
 		}
 	}
-	if withKey > 0 { // delete two for each Idempotency-Key in the batch, so that stale ones cannot pile up
-		_, err = s.deleteStaleIdempotencyKeys.Exec(now-idempotencyKeyLifetime, 2*withKey)
+
+	// Two expired Idempotency-Keys go for each one that comes, so that they cannot pile up.
+	if idempotencyKeys > 0 {
+		oldest := now.Add(-idempotencyKeyLifetime).Unix()
+		if _, err := c.deleteIdempotencyKeys.Exec(oldest, 2*idempotencyKeys); err != nil {
+			return asUnavailable(err)
+		}
 	}
-	if err == nil {
-		_, err = s.commit.Exec()
-		s.changes.Add(1) // even after an error: the animals may be on disk
-	}
-	return dbError(err)
+
+	_, err := c.commit.Exec()
+	c.changes.Add(1) // even after an error: the animals may be on disk
+	return asUnavailable(err)
 }
 
-// insert stores c in the open transaction, or finds the first response to its Idempotency-Key. now is in Unix seconds.
-// It returns an error that concerns the whole batch; one that concerns c alone is left in c.err.
-func (s *store) insert(c *creation, now int64) error {
-	if c.idempotencyKey != "" {
-		row := s.selectIdempotencyKey.QueryRow(c.caller[:], c.idempotencyKey, now-idempotencyKeyLifetime)
-		err := row.Scan(&c.stored.ID, &c.stored.Name, &c.stored.CategoryID, &c.stored.Status)
-		c.replayed = err == nil
-		if c.replayed && c.stored.newPet != c.newPet {
-			c.err = errKeyReused
-		}
-		if c.replayed || !errors.Is(err, sql.ErrNoRows) {
+// insert stores cr in the open transaction, or finds the first response to its Idempotency-Key.
+//
+// It returns an error of the whole batch: after an error of SQLite, the transaction may have ended.
+// An error of cr alone is left in cr.err.
+func (c *committer) insert(cr *creation, now time.Time) error {
+	if cr.idempotencyKey != "" {
+		found, err := c.replay(cr, now)
+		if found || err != nil {
 			return err
 		}
 	}
-	result, err := s.insertPet.Exec(c.Name, c.CategoryID, c.Status)
+
+	result, err := c.insertPet.Exec(cr.Name, cr.CategoryID, cr.Status)
 	if err != nil {
 		return err
 	}
-	// After RAISE(IGNORE) in a trigger there is no error, and LastInsertId is that of an earlier animal.
+	// A trigger can leave the animal out without an error, and LastInsertId is then that of
+	// another animal.
 	if inserted, _ := result.RowsAffected(); inserted == 0 {
-		return errors.New("a trigger in the database left the animal out")
+		cr.err = errors.New("a trigger in the database left the animal out")
+		return nil
 	}
 	id, _ := result.LastInsertId()
-	c.stored = pet{id, c.newPet}
-	if c.idempotencyKey != "" {
-		_, err = s.insertIdempotencyKey.Exec(c.caller[:], c.idempotencyKey, now, id, c.Name, c.CategoryID, c.Status)
+	cr.stored = pet{ID: id, newPet: cr.newPet}
+
+	if cr.idempotencyKey != "" {
+		_, err = c.insertIdempotencyKey.Exec(cr.caller[:], cr.idempotencyKey, now.Unix(),
+			id, cr.Name, cr.CategoryID, cr.Status)
 	}
 	return err
 }
 
-// crash, deferred, ends the program after a panic in the store. If exchange.finish recovered it, as it does those of
-// handlers, the program would go on without a connection to the database, or with an open transaction.
-func crash() {
-	if p := recover(); p != nil {
-		time.AfterFunc(time.Second, func() { os.Exit(2) }) // in case nobody reads standard error
-		fmt.Fprintf(os.Stderr, "panic: %v\n%s", p, debug.Stack())
-		os.Exit(2)
+// replay looks for the first response to the Idempotency-Key of cr. If it is found, cr has its
+// result.
+func (c *committer) replay(cr *creation, now time.Time) (found bool, err error) {
+	p := &cr.stored
+	oldest := now.Add(-idempotencyKeyLifetime).Unix()
+	err = c.selectIdempotencyKey.QueryRow(cr.caller[:], cr.idempotencyKey, oldest).
+		Scan(&p.ID, &p.Name, &p.CategoryID, &p.Status)
+	if errors.Is(err, sql.ErrNoRows) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+
+	cr.replayed = true
+	if p.newPet != cr.newPet {
+		cr.err = errIdempotencyKeyReused
+	}
+	return true, nil
+}
+
+// seal makes all creations fail from now on. Nothing undoes it.
+func (c *committer) seal(reason error) {
+	err := fmt.Errorf("%w: %w", errUnavailable, reason)
+	c.sealed.Store(&err)
+}
+
+// checkSealed returns errUnavailable, wrapped, if c is sealed.
+func (c *committer) checkSealed() error {
+	if err := c.sealed.Load(); err != nil {
+		return *err
+	}
+	return nil
+}
+
+// checkPlace returns errUnavailable, wrapped, if c is sealed, or about to be, because the database
+// is not in its place.
+//
+// It does not look at the WAL, because that would slow commits: the kernel would then update the
+// time of that file at each write.
+func (c *committer) checkPlace() error {
+	if err := c.checkSealed(); err != nil {
+		return err
+	}
+	if !c.mainFile.inPlace() {
+		return fmt.Errorf("%w: %q is not in its place", errUnavailable, c.mainFile.path)
+	}
+	return nil
+}
+
+// watcher looks for commits of other programs, and for files of the database that were moved,
+// deleted or replaced.
+//
+// SQLite goes on with the files that it has opened, wherever they are now, and what is stored in
+// them would be lost. So the watcher then seals the committer, for good, and saves the WAL in the
+// database. The next process would not find the WAL, or would apply it to another database.
+type watcher struct {
+	db        *sql.DB      // one connection, which waits for no lock
+	files     []openedFile // the database, its WAL and the index of the WAL
+	committer *committer
+	logger    *slog.Logger
+	closing   chan struct{} // stop sends on it
+
+	// These belong to the goroutine of watch, and after it to stop.
+	dataVersion int64  // PRAGMA data_version at the last look
+	moved       string // the file that was not in its place, or ""
+	saved       bool   // what the WAL held then is in the database
+	logged      string // the last advice in the log
+}
+
+func newWatcher(path string, c *committer, logger *slog.Logger) *watcher {
+	return &watcher{
+		db:        newPool(path, "rw", 1, "busy_timeout(0)"),
+		committer: c,
+		logger:    logger,
+		closing:   make(chan struct{}),
 	}
 }
 
-// watch looks for commits of other programs, and for files that were moved, until the store is closed.
-func (s *store) watch() {
-	ticks, last := time.Tick(watchInterval), int64(-1)
-	for {
-		var seen int64
-		err := s.watcher.QueryRow("PRAGMA data_version").Scan(&seen)
-		if err != nil || seen != last { // it also differs after commits of this process
-			s.changes.Add(1)
+// open opens the connection, and remembers the files at path, which must all be there.
+func (w *watcher) open(path string) error {
+	if err := openConnections(w.db, 1); err != nil {
+		return err
+	}
+	for _, suffix := range []string{"", "-wal", "-shm"} {
+		info, err := os.Lstat(path + suffix)
+		if err != nil {
+			return err
 		}
-		last = seen
-		s.checkFiles()
+		w.files = append(w.files, openedFile{path: path + suffix, info: info})
+	}
+	return nil
+}
+
+// watch looks every watchInterval, until stop is called.
+func (w *watcher) watch() {
+	ticks := time.Tick(watchInterval)
+	for {
+		w.lookForCommits()
+		w.lookForMovedFiles()
+
 		select {
 		case <-ticks:
-		case <-s.closing:
+		case <-w.closing:
 			return
 		}
 	}
 }
 
-// requireInPlace returns an error that wraps errUnavailable if checkFiles last failed, or if the database itself is not
-// in its place now. (A look at the log, too, would slow commits: the kernel would then update its time at each write.)
-func (s *store) requireInPlace() error {
-	if err := s.moved.Load(); err != nil {
-		return fmt.Errorf("%w: %w", errUnavailable, *err)
-	}
-	if !s.files[0].inPlace() {
-		return fmt.Errorf("%w: %w", errUnavailable, s.files[0].movedError("do not restart the service yet"))
-	}
-	return nil
+// stop ends watch, and looks for moved files once more.
+func (w *watcher) stop() {
+	w.closing <- struct{}{} // watch receives it between two looks
+	w.lookForMovedFiles()
 }
 
-// checkFiles returns an error as long as a file of the database is not in its place. SQLite would go on writing to that
-// file wherever it is, so nothing is created meanwhile. What the write-ahead log holds is moved to the database, once:
-// the next process would miss the log, or apply it to another database at the path. Calls must not overlap.
-func (s *store) checkFiles() error {
-	i := slices.IndexFunc(s.files, func(f openedFile) bool { return !f.inPlace() })
-	if i < 0 {
-		s.moved.Store(nil)
-		s.emptied = false
-		return nil
+// lookForCommits counts a change if there was a commit since the last look. (It also counts those
+// of this process a second time.)
+func (w *watcher) lookForCommits() {
+	var dataVersion int64
+	err := w.db.QueryRow("PRAGMA data_version").Scan(&dataVersion)
+	if err != nil || dataVersion != w.dataVersion {
+		w.committer.changes.Add(1)
 	}
-	if s.emptied {
-		return *s.moved.Load()
+	w.dataVersion = dataVersion
+}
+
+// lookForMovedFiles seals the committer if a file is not in its place, and saves the WAL. As long
+// as other programs prevent that, later calls try again.
+func (w *watcher) lookForMovedFiles() {
+	if w.saved {
+		return
 	}
-	moved := s.files[i].movedError
-	pending := moved("do not restart the service yet")
-	s.moved.Store(&pending) // first: a create that holds writeMu may be waiting for another program
-	s.writeMu.Lock()        // so that no create fills the log again
-	defer s.writeMu.Unlock()
-	inUse, err := s.emptyWAL()
-	s.emptied = err == nil
-	const restart = "end all other programs that use the database, and restart"
+	if w.moved == "" {
+		w.moved = w.findMovedFile()
+		if w.moved == "" {
+			return
+		}
+		w.sealAndLog("do not restart it yet") // before saveWAL, which may have to wait
+	}
+
+	err := w.saveWAL()
 	switch {
-	case err != nil:
-		err = fmt.Errorf("%w: %q could not be saved in the database: %w", pending, s.path+"-wal", err)
-	case inUse:
-		err = moved("another program has begun a new log without the old one's animals; put it back, or " + restart)
-	case i > 0:
-		err = moved("the animals in the log were saved in the database; " + restart)
+	case err == nil:
+		w.saved = true
+		w.sealAndLog("its write-ahead log is saved: end all other programs that use the database, " +
+			"and restart it")
+	case errors.Is(err, errNewWAL):
+		w.sealAndLog(fmt.Sprintf("%v: end all other programs that use the database, "+
+			"and restart it", err))
 	default:
-		err = moved(fmt.Sprintf("put it back (see /proc/%d/fd) or a backup in its place, %s", os.Getpid(), restart))
+		w.sealAndLog(fmt.Sprintf("do not restart it yet, "+
+			"but end all other programs that use the database: %v", err))
 	}
-	s.moved.Store(&err)
-	return err
 }
 
-// emptyWAL moves what the write-ahead log holds to the database, unless another program has begun a new log or a new
-// index of it (inUse): what this process knows of the log would then damage the database. It waits for no lock.
-func (s *store) emptyWAL() (inUse bool, err error) {
-	for _, f := range s.files[1:] {
-		now, err := os.Lstat(f.path)
-		if err == nil && now.Mode().IsRegular() && now.Size() > 0 && !os.SameFile(now, f.info) {
-			return true, nil
+// findMovedFile returns the first file that is not in its place, or "".
+func (w *watcher) findMovedFile() string {
+	for _, f := range w.files {
+		if !f.inPlace() {
+			return f.path
 		}
 	}
-	var busy, frames, copied int
-	err = s.watcher.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
-	if busy > 0 {
-		err = errors.New("it is in use")
+	return ""
+}
+
+// sealAndLog seals the committer, with advice for the operator, and logs that unless it has just
+// been logged.
+func (w *watcher) sealAndLog(advice string) {
+	if advice == w.logged {
+		return
 	}
-	return false, err
+	w.logged = advice
+	reason := fmt.Errorf("%q was moved, deleted or replaced while the service ran; %s",
+		w.moved, advice)
+	w.committer.seal(reason)
+	w.logger.Error("nothing can be created any more", "error", reason)
+}
+
+var errNewWAL = errors.New("another program has begun a new write-ahead log or index, " +
+	"so that the old one cannot be saved")
+
+// saveWAL moves what the WAL holds to the database, wherever both are now. It returns errNewWAL if
+// that would damage the database.
+//
+// It waits for a transaction of the committer, which may wait for the lock of another program, but
+// for no program that reads the WAL. No creation can fill the WAL again.
+func (w *watcher) saveWAL() error {
+	w.committer.mu.Lock()
+	defer w.committer.mu.Unlock()
+
+	// If another program has begun a new WAL, or a new index of it, a checkpoint would damage the
+	// database.
+	for _, f := range w.files[1:] {
+		now, err := os.Lstat(f.path)
+		if err == nil && now.Mode().IsRegular() && now.Size() > 0 && !os.SameFile(now, f.info) {
+			return errNewWAL
+		}
+	}
+
+	var busy, frames, copied int
+	err := w.db.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &frames, &copied)
+	if err == nil && busy != 0 {
+		err = errors.New("the write-ahead log is in use")
+	}
+	return err
 }
 
 // openedFile is a file that was opened at path.
@@ -444,12 +705,181 @@ type openedFile struct {
 // inPlace reports whether the file is still at its path.
 func (f openedFile) inPlace() bool {
 	now, err := os.Lstat(f.path)
-	return err == nil && os.SameFile(f.info, now)
+	if err != nil {
+		return !errors.Is(err, fs.ErrNotExist) // another error says nothing about the file
+	}
+	return os.SameFile(now, f.info)
 }
 
-// movedError returns an error that says that the file is not at its path, and what to do.
-func (f openedFile) movedError(advice string) error {
-	return fmt.Errorf("%q was moved, deleted or replaced while the service ran; %s", f.path, advice)
+// backup writes a copy of the database at path, which may be in use, to the new file target. The
+// copy gets that name once it is verified and on disk.
+func backup(ctx context.Context, path, target string) error {
+	path, err := resolve(path)
+	if err != nil {
+		return err
+	}
+	target, err = filepath.Abs(target)
+	if err != nil {
+		return err
+	}
+	if err := refuseOrphanedWAL(path); err != nil {
+		return err
+	}
+	// SQLite would apply an old -wal or -journal to the copy.
+	for _, file := range []string{target, target + "-wal", target + "-journal"} {
+		if _, err := os.Lstat(file); err == nil {
+			return fmt.Errorf("%q exists already; name a new file", file)
+		}
+	}
+
+	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
+	if err != nil {
+		return err
+	}
+	defer os.Remove(temp.Name())
+	defer os.Remove(temp.Name() + "-journal") // SQLite leaves one if the disk is full
+	defer temp.Close()
+
+	if err := copyDatabase(ctx, path, temp.Name()); err != nil {
+		return explain(err)
+	}
+	if err := verify(ctx, temp.Name()); err != nil {
+		return explain(err)
+	}
+
+	if err := errors.Join(temp.Sync(), temp.Close()); err != nil {
+		return err
+	}
+	if err := os.Rename(temp.Name(), target); err != nil {
+		return err
+	}
+	return syncPath(filepath.Dir(target))
+}
+
+// copyDatabase writes a copy of the database at path to the empty file target.
+func copyDatabase(ctx context.Context, path, target string) error {
+	db := newPool(path, "rw", 1)
+	defer db.Close()
+
+	version, err := readSchemaVersion(db)
+	if err != nil {
+		return err
+	}
+	if version == 0 {
+		return fmt.Errorf("%q is empty", path)
+	}
+	_, err = db.ExecContext(ctx, "VACUUM INTO ?", target)
+	return err
+}
+
+// verify returns an error if the database at path is damaged.
+func verify(ctx context.Context, path string) error {
+	db := newPool(path, "rw", 1) // with "ro", SQLite would not verify the CHECKs
+	defer db.Close()
+
+	var result string
+	if err := db.QueryRowContext(ctx, "PRAGMA integrity_check(1)").Scan(&result); err != nil {
+		return err
+	}
+	if result != "ok" {
+		return errors.New("the database is damaged: " + result)
+	}
+	return nil
+}
+
+// migrate brings the schema of db, a pool of one connection, up to date, in one transaction.
+//
+// It changes nothing, and returns an error, if the database is not one of this service, was
+// written by a newer version, or cannot be written.
+func migrate(db *sql.DB) (isNew bool, err error) {
+	if _, err := db.Exec("BEGIN IMMEDIATE"); err != nil {
+		return false, err
+	}
+	defer db.Exec("ROLLBACK") // fails, harmlessly, after COMMIT
+
+	version, err := readSchemaVersion(db)
+	if err != nil {
+		return false, err
+	}
+	isNew = version == 0
+
+	for ; version < len(migrations); version++ {
+		if _, err := db.Exec(migrations[version]); err != nil {
+			return false, err
+		}
+		if _, err := db.Exec(fmt.Sprintf("PRAGMA user_version = %d", version+1)); err != nil {
+			return false, err
+		}
+	}
+
+	// Check that the file is not read-only, without writing to it: no id is 0. A start should
+	// succeed on a full disk, because lists work there.
+	if _, err := db.Exec("DELETE FROM pets WHERE id = 0"); err != nil {
+		return false, err
+	}
+
+	_, err = db.Exec("COMMIT")
+	return isNew, err
+}
+
+// readSchemaVersion returns the schema version of a database, 0 if it is empty. It returns an
+// error if the database is of another program, or of a newer version of this one.
+func readSchemaVersion(db *sql.DB) (version int, err error) {
+	var id, objects int
+	err = db.QueryRow(`SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
+		FROM pragma_application_id, pragma_user_version`).Scan(&id, &version, &objects)
+	if err != nil {
+		return 0, err
+	}
+
+	empty := id == 0 && version == 0 && objects == 0
+	ours := id == applicationID && version > 0
+	if !empty && !ours {
+		return 0, fmt.Errorf("not a database of this service: "+
+			"its application_id is %d, and its user_version %d", id, version)
+	}
+	if version > len(migrations) {
+		return 0, errors.New("a newer version of this service has written it; run that version")
+	}
+	return version, nil
+}
+
+// resolve follows a link to the database, because SQLite keeps the other files beside its target.
+// If there is nothing at path, it returns path.
+func resolve(path string) (string, error) {
+	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
+		return path, nil
+	}
+	return filepath.EvalSymlinks(path)
+}
+
+// refuseOrphanedWAL returns an error if there is a WAL for the database at path, but no database.
+// SQLite would take that for a new database, and delete the WAL.
+func refuseOrphanedWAL(path string) error {
+	_, walErr := os.Lstat(path + "-wal") // first: another process may be creating the database
+	info, err := os.Stat(path)
+	missing := err != nil || info.Size() <= 1 // SQLite takes a file of one byte for empty
+	if walErr == nil && missing {
+		return fmt.Errorf("there is no database, but %q is the write-ahead log of one; "+
+			"put that database back, or delete the log to start with an empty one", path+"-wal")
+	}
+	return nil
+}
+
+// syncWAL makes the WAL of the database at path durable, if there is one.
+//
+// A killed process may have left commits in it that are not on disk yet. SQLite recovers them
+// without a sync. A replayed 201 would then acknowledge an animal that a loss of power can still
+// take.
+func syncWAL(path string) error {
+	info, err := os.Stat(path + "-wal")
+	if err != nil || !info.Mode().IsRegular() {
+		return nil
+	}
+	if err := syncPath(path + "-wal"); err != nil {
+		return err
+	}
+	return syncPath(filepath.Dir(path))
 }
 
 // syncPath makes the file at path durable, or the names in the folder at path.
@@ -460,62 +890,103 @@ func syncPath(path string) error {
 	}
 	defer f.Close()
 	if runtime.GOOS == "windows" {
-		return nil // it cannot sync a file that was opened to read
+		return nil // it cannot sync what was opened to read
 	}
 	return f.Sync()
 }
 
-// newPool returns a pool of up to size connections to the database in file, at its location. None is open yet.
-func newPool(file, mode string, size int, pragmas ...string) *sql.DB {
-	db, _ := sql.Open("sqlite", location(file, mode, pragmas...)) // fails only if there is no such driver
+// newPool returns a pool of up to size connections to the database at path, which is absolute.
+// None is open yet. mode is SQLite's: ro, rw or rwc. The pragmas may override busyTimeout.
+// fullfsync makes a difference on macOS, where fsync leaves data in the cache of the disk.
+func newPool(path, mode string, size int, pragmas ...string) *sql.DB {
+	query := url.Values{
+		"mode":          {mode},
+		"_busy_timeout": {fmt.Sprint(busyTimeout.Milliseconds())},
+		"_error_rc":     {"1"}, // or an error could quote the message of another one
+		"_pragma":       append(pragmas, "fullfsync(ON)", "checkpoint_fullfsync(ON)"),
+	}
+	path = "/" + strings.TrimPrefix(filepath.ToSlash(path), "/") // on Windows: /C:/...
+	location := url.URL{Scheme: "file", Path: path, RawQuery: query.Encode()}
+
+	db, _ := sql.Open("sqlite", location.String()) // fails only if there is no such driver
 	db.SetMaxOpenConns(size)
 	db.SetMaxIdleConns(size)
 	return db
 }
 
-// location returns the URI of the database in file, with SQLite's mode ro, rw or rwc. The pragmas override busyTimeout.
-func location(file, mode string, pragmas ...string) string {
-	query := url.Values{"mode": {mode}, "_busy_timeout": {fmt.Sprint(busyTimeout.Milliseconds())}, "_pragma": pragmas}
-	query.Set("_error_rc", "1")                                  // or an error could quote the message of another one
-	path, _ := filepath.Abs(file)                                // an error leaves path empty, which SQLite cannot open
-	path = "/" + strings.TrimPrefix(filepath.ToSlash(path), "/") // on Windows: /C:/...
-	return (&url.URL{Scheme: "file", Path: path, RawQuery: query.Encode()}).String()
+// setWALMode puts a database into WAL mode, in which it stays. It waits for another first start of
+// the service, as SQLite itself does not do here.
+func setWALMode(db *sql.DB) error {
+	deadline := time.Now().Add(busyTimeout)
+	for {
+		var mode string
+		err := db.QueryRow("PRAGMA journal_mode = WAL").Scan(&mode)
+		if sqliteCode(err) == sqlite3.SQLITE_BUSY && time.Now().Before(deadline) {
+			time.Sleep(10 * time.Millisecond)
+			continue
+		}
+		if err == nil && mode != "wal" {
+			err = errors.New("this file system does not allow WAL mode; use a local disk")
+		}
+		return err
+	}
 }
 
-// openConnections opens all connections of db, for good: one opened later would open whatever is at the path by then.
-func openConnections(db *sql.DB) error {
-	for range db.Stats().MaxOpenConnections {
-		rows, err := db.Query("SELECT 1 FROM pets LIMIT 1") // SQLite opens the files at the first read
+// openConnections opens all connections of db, a pool of this size, for good: one opened later
+// would open whatever is at the path by then.
+func openConnections(db *sql.DB, size int) error {
+	for range size {
+		// SQLite opens the WAL with the first read, which Query begins.
+		rows, err := db.Query("SELECT 1 FROM pets LIMIT 1")
 		if err != nil {
 			return err
 		}
-		defer rows.Close() // and so gives the connection back to db, when all are open
+		defer rows.Close() // gives the connection back to db, when all are open
 	}
 	return nil
 }
 
-var errForeign = fmt.Errorf("not a database of this service: its application_id is not %d", applicationID)
-
-// readSchemaVersion returns the schema version of a database, 0 if it is empty. It refuses foreign and newer ones.
-func readSchemaVersion(db *sql.DB) (version int, err error) {
-	var id, objects int
-	err = db.QueryRow(`SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
-		FROM pragma_application_id, pragma_user_version`).Scan(&id, &version, &objects)
-	switch {
-	case err != nil:
-		return 0, err
-	case id != applicationID && (id != 0 || version != 0 || objects > 0):
-		return 0, errForeign
-	case version > schemaVersion:
-		return 0, errors.New("a newer version of this service has written it; run that version")
+// prepare prepares the statements with these queries.
+func prepare(db *sql.DB, queries map[**sql.Stmt]string) (err error) {
+	for statement, query := range queries {
+		*statement, err = db.Prepare(query)
+		if err != nil {
+			return err
+		}
 	}
-	return version, nil
+	return nil
 }
 
-// dbError wraps an error of a statement in errUnavailable if the cause may pass and nothing is stored.
-func dbError(err error) error {
-	if code := sqliteCode(err); code == sqlite3.SQLITE_BUSY || code == sqlite3.SQLITE_FULL {
+// exitOnPanic, deferred, ends the program after a panic in the store.
+//
+// If the panic were recovered, as those of handlers are, the program would go on without one of
+// its connections, or with a transaction that stays open.
+func exitOnPanic() {
+	if p := recover(); p != nil {
+		time.AfterFunc(time.Second, func() { os.Exit(2) }) // in case nobody reads standard error
+		fmt.Fprintf(os.Stderr, "panic: %v\n%s", p, debug.Stack())
+		os.Exit(2)
+	}
+}
+
+// asUnavailable wraps an error of SQLite in errUnavailable if its cause may pass and nothing is
+// stored.
+func asUnavailable(err error) error {
+	switch sqliteCode(err) {
+	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL:
 		return fmt.Errorf("%w: %w", errUnavailable, err)
+	}
+	return err
+}
+
+// explain adds to an error of SQLite what the operator can do.
+func explain(err error) error {
+	switch sqliteCode(err) {
+	case sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY:
+		return fmt.Errorf("%w: it must be a file in an existing folder, "+
+			"with the right to write for both", err)
+	case sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB:
+		return fmt.Errorf("%w: it is damaged: put a backup in its place", err)
 	}
 	return err
 }
@@ -526,18 +997,4 @@ func sqliteCode(err error) int {
 		return e.Code() & 0xff
 	}
 	return 0
-}
-
-// explain adds to an error of SQLite what the operator can do.
-func explain(err error) error {
-	switch sqliteCode(err) {
-	case sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY:
-		return fmt.Errorf("%w: it must be a file in an existing folder, with the right to write for both", err)
-	case sqlite3.SQLITE_IOERR:
-		return fmt.Errorf("%w: end all other programs that use it; if there are none, the disk may be failing", err)
-	case sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB:
-		return fmt.Errorf("%w: it is damaged: put a backup in with -restore or, if that fails, move its files "+
-			"elsewhere and copy a backup into their place", err)
-	}
-	return err
 }
