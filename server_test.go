@@ -3,7 +3,6 @@ package main
 import (
 	"bufio"
 	"bytes"
-	"cmp"
 	"context"
 	"crypto/sha256"
 	"crypto/tls"
@@ -52,7 +51,6 @@ func TestMain(m *testing.M) {
 		}()
 		main()
 	}
-	json.Unmarshal(openAPI, &document)
 	flag.Parse()
 	flag.Set("test.parallel", "8") // most tests wait for processes
 	os.Exit(m.Run())
@@ -4487,6 +4485,363 @@ func TestSIGHUPKillsTheProgram(t *testing.T) {
 	}
 }
 
+// The documents.
+
+func TestReadmeNamesTheFlags(t *testing.T) {
+	t.Parallel()
+	readme, err := os.ReadFile("README.md")
+	must(t, err)
+
+	var help strings.Builder
+	run(t.Context(), []string{"-h"}, lookup(nil), &help, io.Discard)
+
+	rows := findAll("(?m)^[|] (`-.*?) [|] ", string(readme)) // of the table of settings
+	got := findAll("`(-[a-z-]+)", strings.Join(rows, " "))
+	want := append(findAll(`(?m)^  (-[a-z-]+)`, help.String()), "-h")
+	wantSame(t, "the table of settings in README.md", got, want)
+}
+
+func TestReadmeAgreesWithTheCode(t *testing.T) {
+	t.Parallel()
+	readme, err := os.ReadFile("README.md")
+	must(t, err)
+
+	_, sunset := deprecationDates()
+	patterns := []string{
+		fmt.Sprintf("1 to %d, default %d", maxLimit, defaultLimit),
+		fmt.Sprintf("1 to %d Unicode code points", maxName),
+		fmt.Sprintf("1 to %d visible ASCII characters", maxIdempotencyKey),
+		fmt.Sprintf("within %.0f hours", idempotencyKeyLifetime.Hours()),
+		fmt.Sprintf("removed after %s", sunset),
+		fmt.Sprintf("`body_too_large`.* at most %d KiB", maxBody>>10),
+		fmt.Sprintf("%d KiB of headers and %d KiB of body", maxHeader>>10, maxBody>>10),
+		fmt.Sprintf("%.0f seconds for the headers", readHeaderTimeout.Seconds()),
+		fmt.Sprintf("%.0f for the request", readTimeout.Seconds()),
+		fmt.Sprintf("%.0f to read the response", writeTimeout.Seconds()),
+		fmt.Sprintf("connections close after %.0f", idleTimeout.Seconds()),
+		fmt.Sprintf("in progress at most %.0f seconds", shutdownTime.Seconds()),
+	}
+	for status, code := range errorCodes {
+		patterns = append(patterns, fmt.Sprintf("(?m)^[|] [^|]*%d `%s`", status, code))
+	}
+
+	for _, pattern := range patterns {
+		if !regexp.MustCompile(pattern).Match(readme) {
+			t.Errorf("README.md does not match %s", pattern)
+		}
+	}
+}
+
+// TestDocumentHasTheResponses compares the responses in openapi.json with a list of them and their
+// headers. A ? marks an optional header.
+func TestDocumentHasTheResponses(t *testing.T) {
+	t.Parallel()
+
+	var got []string
+	for line, response := range responses() {
+		line += ":"
+		for _, name := range slices.Sorted(maps.Keys(members(response, "headers"))) {
+			header := at(response, "headers", name)
+			got = append(got, name+" "+toJSON(at(header, "schema")))
+			line += " " + name
+			if at(header, "required") != true {
+				line += "?"
+			}
+		}
+		got = append(got, line)
+	}
+
+	want := []string{
+		"GET /healthz 200: X-Request-Id",
+		"GET /healthz 503: Retry-After X-Request-Id",
+
+		"GET /v1/pets 200: Link? X-Request-Id",
+		"GET /v1/pets 400: X-Request-Id",
+		"GET /v1/pets 401: WWW-Authenticate X-Request-Id",
+		"GET /v1/pets 500: X-Request-Id",
+		"GET /v1/pets 503: Retry-After X-Request-Id",
+
+		"POST /v1/pets 201: Idempotency-Replayed? Location X-Request-Id",
+		"POST /v1/pets 400: X-Request-Id",
+		"POST /v1/pets 401: WWW-Authenticate X-Request-Id",
+		"POST /v1/pets 408: X-Request-Id",
+		"POST /v1/pets 413: X-Request-Id",
+		"POST /v1/pets 415: X-Request-Id",
+		"POST /v1/pets 422: X-Request-Id",
+		"POST /v1/pets 500: X-Request-Id",
+		"POST /v1/pets 503: Retry-After X-Request-Id",
+
+		"GET /v1/pets/{petId} 200: Deprecation Link Sunset X-Request-Id",
+		"GET /v1/pets/{petId} 401: Deprecation Link Sunset WWW-Authenticate X-Request-Id",
+		"GET /v1/pets/{petId} 404: Deprecation Link Sunset X-Request-Id",
+		"GET /v1/pets/{petId} 500: Deprecation Link Sunset X-Request-Id",
+		"GET /v1/pets/{petId} 503: Deprecation Link Retry-After Sunset X-Request-Id",
+
+		`X-Request-Id {"pattern":"^[A-Z2-7]{26}$","type":"string"}`,
+		`Link {"pattern":"^</v1/pets[?][!-;=?-~]+>; rel=\"next\"$","type":"string"}`,
+		`Location {"pattern":"^/v1/pets/[1-9][0-9]*$","type":"string"}`,
+		`Idempotency-Replayed {"enum":["true"],"type":"string"}`,
+		`WWW-Authenticate {"enum":["Bearer realm=\"animalstore\"",` +
+			`"Bearer realm=\"animalstore\", error=\"invalid_token\""],"type":"string"}`,
+		`Retry-After {"minimum":1,"type":"integer"}`,
+	}
+	for name, values := range deprecatedHeader {
+		want = append(want, fmt.Sprintf(`%s {"enum":%s,"type":"string"}`, name, toJSON(values)))
+	}
+	wantSame(t, "the responses and their headers in openapi.json", got, want)
+}
+
+// TestDocumentHasTheRequests compares openapi.json with the code, apart from responses, examples
+// and prose. Here, a $ref is written as the name of what it refers to.
+func TestDocumentHasTheRequests(t *testing.T) {
+	t.Parallel()
+	namePattern := at(document, "components", "schemas", "NewPet", "properties", "name", "pattern")
+
+	want, err := parseJSON(fmt.Sprintf(`{
+		"openapi": "3.0.3",
+		"info": {"title": "Animal Store", "version": "1.0.0"},
+		"servers": [{"url": "/"}],
+		"tags": [{"name": "pets"}, {"name": "health"}],
+		"security": [{"bearerAuth": []}],
+		"paths": {
+			"/healthz": {"get": {"operationId": "getHealth", "tags": ["health"], "security": []}},
+			"/v1/pets": {
+				"get": {"operationId": "listPets", "tags": ["pets"], "parameters": [
+					{"in": "query", "name": "limit",
+						"schema": {"type": "integer", "minimum": 1, "maximum": %d, "default": %d}},
+					{"in": "query", "name": "status", "schema": "PetStatus"},
+					{"in": "query", "name": "after",
+						"schema": {"type": "integer", "format": "int64", "minimum": 0}}]},
+				"post": {"operationId": "createPet", "tags": ["pets"], "parameters": [
+					{"in": "header", "name": "Idempotency-Key", "schema":
+						{"type": "string", "minLength": 1, "maxLength": %d, "pattern": "^[!-~]+$"}
+					}],
+					"requestBody": {"required": true,
+						"content": {"application/json": {"schema": "NewPet"}}}}},
+			"/v1/pets/{petId}": {
+				"get": {"operationId": "getPet", "tags": ["pets"], "parameters": [
+					{"in": "path", "name": "petId", "required": true,
+						"schema": {"type": "integer", "format": "int64"}}],
+					"deprecated": true}}},
+		"components": {
+			"securitySchemes":
+				{"bearerAuth": {"type": "http", "scheme": "bearer", "bearerFormat": "API key"}},
+			"schemas": {
+				"PetStatus": {"type": "string", "enum": %s},
+				"NewPet": {"type": "object", "required": ["name", "categoryId"],
+					"additionalProperties": false, "properties": {
+						"name": {"type": "string", "minLength": 1, "maxLength": %d, "pattern": %s},
+						"categoryId": {"type": "integer", "format": "int64"},
+						"status": {"allOf": ["PetStatus"]}}},
+				"Pet": {"type": "object", "required": ["id", "name", "categoryId", "status"],
+					"properties": {
+						"id": {"type": "integer", "format": "int64", "minimum": 1},
+						"name": {"type": "string"},
+						"categoryId": {"type": "integer", "format": "int64"},
+						"status": "PetStatus"}},
+				"Pets": {"type": "array", "maxItems": %d, "items": "Pet"},
+				"Health": {"type": "object", "required": ["status"],
+					"properties": {"status": {"type": "string", "enum": ["ok"]}}},
+				"Error": {"type": "object", "required": ["code", "message", "status"],
+					"properties": {"code": {"type": "string"}, "message": {"type": "string"},
+						"status": {"type": "integer", "minimum": 400, "maximum": 599}}}}}}`,
+		maxLimit, defaultLimit, maxIdempotencyKey,
+		toJSON(petStatuses), maxName, toJSON(namePattern), maxLimit))
+	must(t, err)
+	wantSame(t, "openapi.json", flatten("", document), flatten("", want))
+}
+
+// flatten returns a line for each value in a part of openapi.json, apart from responses, examples
+// and prose.
+func flatten(place string, part any) (lines []string) {
+	lines = []string{place}
+	switch part := part.(type) {
+	case map[string]any:
+		if ref, ok := part["$ref"].(string); ok {
+			return flatten(place, path.Base(ref))
+		}
+		for name, member := range part {
+			switch name {
+			case "description", "summary", "x-deprecated-reason":
+			case "example", "examples", "headers", "responses":
+			default:
+				lines = append(lines, flatten(place+" "+name, member)...)
+			}
+		}
+	case []any:
+		for i, item := range part {
+			lines = append(lines, flatten(fmt.Sprint(place, " ", i), item)...)
+		}
+	default:
+		lines[0] += fmt.Sprint(" = ", part)
+	}
+	return lines
+}
+
+// TestDocumentHasTheNumbers tests the numbers in the prose of openapi.json: all that it says with
+// numbers is in one of these phrases.
+func TestDocumentHasTheNumbers(t *testing.T) {
+	t.Parallel()
+	deprecation, sunset := deprecationDates()
+	ten := map[int]string{10: "ten"}[maxFaults]
+	phrases := []string{
+		"UTF-8", "`/v1`", "/v1/pets", "after=N-1&limit=1", "64-bit", `\u006eame`, "U+0000",
+		"zeros or `-0`", "`7.0`, `1e2` and `-0`", "Ids start at 1",
+		"(RFC 8288)", "(RFC 6750", "(RFC 9745)", "(RFC 8594)", "(RFC 5829)",
+
+		"unknown path gets 404", "wrong method 405", "both get 401", "400, 417, 431, 501 or 505",
+		"502 and 504", "after 408, 5xx or no response within 15 seconds", "whose 201 was sent",
+		"answered with 400", "201 means", "503 means", "After a 500", "response is 422",
+		"Only a 201", "answered with 404", "answers within 8 seconds",
+
+		fmt.Sprintf("up to %.0f of which it waits for another program", busyTimeout.Seconds()),
+		fmt.Sprintf("within the %.0f seconds that a request has", readTimeout.Seconds()),
+		fmt.Sprintf("for %.0f hours", idempotencyKeyLifetime.Hours()),
+		"since " + deprecation,
+		"scheduled for " + sunset,
+		fmt.Sprintf("%d bytes", maxBody),
+		fmt.Sprintf("1 to %d Unicode code points", maxName),
+		fmt.Sprintf("up to %d Unicode code points", maxName),
+		fmt.Sprintf("up to %s faults", ten),
+		fmt.Sprintf("up to %s members or parameters", ten),
+	}
+	for status, code := range errorCodes {
+		phrases = append(phrases, fmt.Sprintf("`%s` %d", code, status))
+	}
+
+	const member = `"(?:description|summary|x-deprecated-reason)": ("(?:\\.|[^"\\])*")`
+	prose := ""
+	for _, text := range findAll(member, string(openAPI)) {
+		prose += unquote([]byte(text)) + "\n"
+	}
+	for _, phrase := range phrases {
+		if !strings.Contains(prose, phrase) {
+			t.Errorf("no description in openapi.json has %q", phrase)
+		}
+		prose = strings.ReplaceAll(prose, phrase, "")
+	}
+	for _, rest := range findAll(`(.*(?:\d|up to ).*)`, prose) {
+		t.Errorf("openapi.json has a number that the test does not expect: %s", rest)
+	}
+}
+
+// deprecationDates returns the dates in the headers of the deprecated operation.
+func deprecationDates() (deprecation, sunset string) {
+	const layout = "2 January 2006"
+	seconds, _ := strconv.ParseInt(deprecatedHeader.Get("Deprecation")[1:], 10, 64)
+	removal, _ := http.ParseTime(deprecatedHeader.Get("Sunset"))
+	return time.Unix(seconds, 0).UTC().Format(layout), removal.Format(layout)
+}
+
+// TestDocumentHasRealExamples compares the examples of responses in openapi.json with responses of
+// the service.
+func TestDocumentHasRealExamples(t *testing.T) {
+	s := parallelService(t)
+	post := at(document, "paths", "/v1/pets", "post", "requestBody", "content", "application/json")
+	bella := toJSON(at(post, "examples", "required", "value"))
+	milo := toJSON(at(post, "examples", "status", "value"))
+	getPet, _ := at(document, "paths", "/v1/pets/{petId}", "get", "parameters").([]any)
+	late := httptest.NewRequest("POST", "/v1/pets", iotest.ErrReader(os.ErrDeadlineExceeded))
+
+	replies := []reply{
+		s.get("/healthz"),
+		s.get("/v1/pets"),
+		s.get("/v1/pets?colour=red&limit=0"),
+		s.get("/v1/pets/1", "Authorization:"),
+		s.get("/v1/pets/1"),
+		s.post(`{"categoryId":"3"}`),
+		s.post(bella, "Content-Type: text/plain"),
+		s.post(strings.Repeat(" ", maxBody+1)),
+		s.doRequest(late),
+		s.post(bella, "Idempotency-Key: k"),
+		s.post(bella, "Idempotency-Key: k"),
+		s.post(milo, "Idempotency-Key: k"),
+	}
+	for _, parameter := range getPet {
+		replies = append(replies, s.get(fmt.Sprint("/v1/pets/", at(parameter, "example"))))
+	}
+	s.post(milo).want(201)
+	s.post(rex).want(201)
+	replies = append(replies, s.get("/v1/pets?limit=2"))
+	s.exec("DROP TABLE pets")
+	replies = append(replies, s.get("/v1/pets/2"), s.get("/healthz"))
+
+	var want []string
+	for _, a := range replies {
+		body, err := parseJSON(a.body)
+		must(t, err)
+		want = append(want, fmt.Sprint(a.status, " ", toJSON(body)))
+		for _, name := range a.ownHeaders() {
+			want = append(want, name+": "+a.header.Get(name))
+		}
+	}
+
+	var got []string
+	for name, response := range responses() {
+		for _, e := range examples(response) {
+			switch e.header {
+			case "":
+				got = append(got, name[len(name)-3:]+" "+toJSON(e.value)) // from the status on
+			case "X-Request-Id": // is random
+			default:
+				got = append(got, fmt.Sprint(http.CanonicalHeaderKey(e.header), ": ", e.value))
+			}
+		}
+	}
+	wantSame(t, "the examples of responses in openapi.json", got, want)
+}
+
+func TestDocumentHasExamplesThatFitTheirSchemas(t *testing.T) {
+	t.Parallel()
+
+	for name, response := range responses() {
+		for _, e := range examples(response) {
+			for _, fault := range schemaFaults("the example "+e.header, e.schema, e.value) {
+				t.Errorf("%s in openapi.json: %s", name, fault)
+			}
+		}
+	}
+}
+
+// example is an example of a header, or, if that is "", of the body of a response.
+type example struct {
+	header        string
+	schema, value any
+}
+
+// examples returns the examples of a response in openapi.json. The value of a missing one is nil.
+func examples(response any) (all []example) {
+	for name, header := range members(response, "headers") {
+		all = append(all, example{name, at(header, "schema"), at(header, "example")})
+	}
+
+	content := members(response, "content", "application/json")
+	several := members(content, "examples")
+	for _, e := range several {
+		all = append(all, example{"", content["schema"], at(e, "value")})
+	}
+	if len(several) == 0 {
+		all = append(all, example{"", content["schema"], content["example"]})
+	}
+	return all
+}
+
+// TestDocumentHasThePatternOfNames compares the pattern of names in openapi.json with the code.
+func TestDocumentHasThePatternOfNames(t *testing.T) {
+	t.Parallel()
+	name := at(document, "components", "schemas", "NewPet", "properties", "name")
+	pattern := regexp.MustCompile(fmt.Sprint(at(name, "pattern")))
+
+	for c := range rune(0x10000) {
+		for _, name := range []string{string(c), "x" + string(c), string(c) + " "} {
+			_, valid := parseName([]byte(toJSON(name)))
+			if pattern.MatchString(name) != valid {
+				t.Fatalf("the pattern of names in openapi.json is wrong for %q", name)
+			}
+		}
+	}
+}
+
 // Fuzz tests.
 
 // FuzzListPets lists animals with any query. A page must be what the query says, by the rules of
@@ -5178,190 +5533,6 @@ func snapshot(t testing.TB, dir string) (text string) {
 	return text
 }
 
-// document is openapi.json, decoded by TestMain.
-var document map[string]any
-
-// parseJSON parses JSON with all digits of its numbers.
-func parseJSON(text string) (v any, err error) {
-	dec := json.NewDecoder(strings.NewReader(text))
-	dec.UseNumber()
-	err = dec.Decode(&v)
-	return v, err
-}
-
-// at returns the value at path in a part of openapi.json, or nil. It follows references, also one in an allOf.
-func at(part any, path ...string) any {
-	members, _ := part.(map[string]any)
-	if all, ok := members["allOf"].([]any); ok {
-		return at(all[0], path...)
-	}
-	if ref, ok := members["$ref"].(string); ok {
-		return at(document, append(strings.Split(strings.TrimPrefix(ref, "#/"), "/"), path...)...)
-	}
-	if len(path) == 0 {
-		return part
-	}
-	return at(members[path[0]], path[1:]...)
-}
-
-// outline returns a part of openapi.json without prose and examples. Of each response it leaves the status, the name of the schema
-// and those of the required headers, without X-Request-Id, which contractFaults requires.
-func outline(part any) any {
-	kept := map[string]any{}
-	switch part := part.(type) {
-	default:
-		return part
-	case []any:
-		list := slices.Clone(part)
-		for i := range list {
-			list[i] = outline(list[i])
-		}
-		return list
-	case map[string]any:
-		for name, member := range part {
-			if !slices.Contains([]string{"description", "summary", "tags", "x-deprecated-reason", "example", "examples"}, name) {
-				kept[name] = outline(member)
-			}
-		}
-	}
-	responses, _ := kept["responses"].(map[string]any)
-	var lines []string
-	for status, response := range responses {
-		schema := at(response, "content", "application/json").(map[string]any)["schema"].(map[string]any)["$ref"].(string)
-		var headers []string
-		for name, header := range at(response, "headers").(map[string]any) {
-			if at(header, "required") == true && name != "X-Request-Id" {
-				headers = append(headers, name)
-			}
-		}
-		slices.Sort(headers)
-		lines = append(lines, strings.Join(append([]string{status, path.Base(schema)}, headers...), " "))
-	}
-	if slices.Sort(lines); responses != nil {
-		kept["responses"] = lines
-	}
-	return kept
-}
-
-// exampleFaults returns how the examples in a part of openapi.json, or in what it refers to, differ from their schemas. status is
-// that of the response which the part belongs to, if there is one: an example of an error has it, and the code for it.
-func exampleFaults(part any, status string) (f faults) {
-	check := func(example any, schema any) {
-		f = append(f, schemaFaults(schema, example, "an example")...)
-		n, _ := strconv.Atoi(status)
-		isError := at(example, "code") != nil
-		f.require(!isError || at(example, "code") == errorCodes[n] && fmt.Sprint(at(example, "status")) == status, "an example of %s is %v", status, example)
-	}
-	list, _ := at(part).([]any)
-	for _, item := range list {
-		f = append(f, exampleFaults(item, status)...)
-	}
-	members, _ := at(part).(map[string]any)
-	for name, member := range members {
-		switch name {
-		case "example":
-			check(member, members["schema"])
-		case "examples":
-			for _, example := range member.(map[string]any) {
-				check(at(example, "value"), members["schema"])
-			}
-		case "schema":
-		default:
-			f = append(f, exampleFaults(member, cmp.Or(regexp.MustCompile(`^\d+$`).FindString(name), status))...)
-		}
-	}
-	return f
-}
-
-// contractFaults returns how the response to a request differs from openapi.json and from the rules for all responses.
-func contractFaults(r *http.Request, a reply) (f faults) {
-	body, err := parseJSON(a.body)
-	length, isHead := a.header.Get("Content-Length"), r.Method == "HEAD"
-	f.require(isHead || err == nil && length == strconv.Itoa(len(a.body)), "the body of %s bytes is %q (%v)", length, a.body, err)
-	f.require(!isHead || a.body == "" && length > "0", "the body is %q, and Content-Length %q", a.body, length)
-	f.require(!strings.Contains(a.body, testKey), "the body contains the API key: %s", a.body)
-	for name, want := range map[string]string{"Content-Type": "^application/json$", "Cache-Control": "^no-store$",
-		"X-Content-Type-Options": "^nosniff$", "X-Request-Id": "^[A-Z2-7]{26}$"} {
-		values := a.header[name]
-		f.require(len(values) == 1 && regexp.MustCompile(want).MatchString(values[0]), "%s is %q", name, values)
-	}
-	if a.status >= 400 && body != nil {
-		f = append(f, schemaFaults(at(document, "components", "schemas", "Error"), body, "the error")...)
-		documented := at(document, "components", "schemas", "Error", "properties", "code", "description").(string)
-		f.require(fmt.Sprint(at(body, "status")) == strconv.Itoa(a.status) && at(body, "code") == errorCodes[a.status] &&
-			strings.Contains(documented, fmt.Sprintf("`%s` %d", errorCodes[a.status], a.status)), "the error is %s", a.body)
-	}
-	allowed := strings.HasSuffix(fmt.Sprint(at(body, "message")), " only "+a.header.Get("Allow"))
-	f.require(allowed == (a.status == 405), "Allow is %q", a.header["Allow"])
-	path := regexp.MustCompile(`^/v1/pets/[^/]+$`).ReplaceAllString(r.URL.Path, "/v1/pets/{petId}")
-	operation := at(document, "paths", path, strings.ToLower(strings.Replace(r.Method, "HEAD", "GET", 1)))
-	if operation == nil || r.URL.RawPath != "" { // RawPath is set if the encoding is unusual, such as %2F
-		itself := r.URL.Path == "/openapi.json" && a.status == 200
-		f.require(itself || slices.Contains([]int{401, 404, 405, 500}, a.status), "the operation is not documented")
-		return f
-	}
-	secured := at(operation, "security") == nil
-	f.require(r.Header.Get("Authorization") != "" || (a.status == 401) == secured, "the security is not as documented")
-	response := at(operation, "responses", strconv.Itoa(a.status))
-	headers, documented := at(response, "headers").(map[string]any)
-	f.require(documented, "the status is not documented")
-	for name, header := range headers {
-		values := a.header.Values(name)
-		f.require(len(values) == 1 || len(values) == 0 && at(header, "required") != true, "header %s is there %d times", name, len(values))
-		for _, value := range values {
-			var v any = value
-			if at(header, "schema", "type") == "integer" {
-				v = json.Number(value)
-			}
-			f = append(f, schemaFaults(at(header, "schema"), v, "header "+name)...)
-		}
-	}
-	for _, name := range []string{"Link", "Location", "WWW-Authenticate", "Deprecation", "Sunset", "Retry-After", "Idempotency-Replayed", "Allow"} {
-		f.require(headers[name] != nil || a.header.Values(name) == nil, "header %s is not documented", name)
-	}
-	if body != nil {
-		f = append(f, schemaFaults(at(response, "content", "application/json", "schema"), body, "the body")...)
-	}
-	return f
-}
-
-// schemaFaults returns how a value differs from a schema. Members that the schema does not name are faults, too.
-func schemaFaults(schema, v any, where string) (f faults) {
-	check := func(ok bool, keyword string) {
-		f.require(ok, "%s is %v, which breaks %s %v", where, v, keyword, at(schema, keyword))
-	}
-	enum, limited := at(schema, "enum").([]any)
-	check(!limited || slices.Contains(enum, v), "enum")
-	switch kind := at(schema, "type"); kind {
-	case "string":
-		text, ok := v.(string)
-		pattern, _ := at(schema, "pattern").(string)
-		check(ok && regexp.MustCompile(pattern).MatchString(text), "pattern")
-	case "integer":
-		_, isString := v.(string)
-		n, err := strconv.ParseInt(fmt.Sprint(v), 10, 64)
-		minimum, bounded := at(schema, "minimum").(float64)
-		check(err == nil && !isString && (!bounded || float64(n) >= minimum), "minimum")
-	case "array":
-		items, ok := v.([]any)
-		check(ok, "type")
-		for i, item := range items {
-			f = append(f, schemaFaults(at(schema, "items"), item, fmt.Sprintf("%s[%d]", where, i))...)
-		}
-	default:
-		members, ok := v.(map[string]any)
-		check(ok && kind == "object", "type")
-		required, _ := at(schema, "required").([]any)
-		for _, name := range required {
-			check(members[name.(string)] != nil, "required")
-		}
-		for name, member := range members {
-			f = append(f, schemaFaults(at(schema, "properties", name), member, where+"."+name)...)
-		}
-	}
-	return f
-}
-
 // as returns the client for a subtest, to which failures then belong.
 func (c client) as(t testing.TB) *client {
 	c.t = t
@@ -5675,5 +5846,233 @@ func wantRefused(t testing.TB, cmd *exec.Cmd, dir, words string) {
 	}
 	if after := snapshot(t, dir); after != before {
 		t.Errorf("%q: the files were\n%s and are\n%s", cmd.Args[4:], before, after)
+	}
+}
+
+// The check of every response against openapi.json.
+
+// document is openapi.json, as parseJSON returns it.
+var document, _ = parseJSON(string(openAPI))
+
+// parseJSON parses JSON. A number becomes a json.Number, which has all its digits.
+func parseJSON(text string) (v any, err error) {
+	dec := json.NewDecoder(strings.NewReader(text))
+	dec.UseNumber()
+	err = dec.Decode(&v)
+	return v, err
+}
+
+// toJSON returns v as JSON.
+func toJSON(v any) string {
+	return strings.TrimSpace(string(encode(v)))
+}
+
+// at returns the value at path in a part of openapi.json, or nil. It follows references.
+func at(part any, path ...string) any {
+	object, _ := part.(map[string]any)
+	if ref, ok := object["$ref"].(string); ok {
+		target := at(document, strings.Split(ref, "/")[1:]...)
+		return at(target, path...)
+	}
+	if len(path) == 0 {
+		return part
+	}
+	return at(object[path[0]], path[1:]...)
+}
+
+// members returns the object at path in a part of openapi.json, or nil.
+func members(part any, path ...string) map[string]any {
+	object, _ := at(part, path...).(map[string]any)
+	return object
+}
+
+// responses returns the responses in openapi.json, by names such as GET /v1/pets 200.
+func responses() map[string]any {
+	all := map[string]any{}
+	for path := range members(document, "paths") {
+		for method, operation := range members(document, "paths", path) {
+			for status, response := range members(operation, "responses") {
+				all[strings.ToUpper(method)+" "+path+" "+status] = response
+			}
+		}
+	}
+	return all
+}
+
+// schemaFaults returns how a value, as parseJSON returns it, breaks a schema in openapi.json. Each
+// keyword of a schema is a rule of its own; these are the ones that the schemas of responses have.
+// A member that a schema does not name is a fault, too.
+func schemaFaults(place string, schema, value any) (f faults) {
+	text, isText := value.(string)
+	n, isInt := parseInt(fmt.Sprint(value))
+	isInt = isInt && !isText
+	list, isList := value.([]any)
+	object, isObject := value.(map[string]any)
+	types := map[any]bool{"string": isText, "integer": isInt, "array": isList, "object": isObject}
+
+	f.require(at(schema, "type") != nil, "openapi.json has no type for %s", place)
+	for keyword, rule := range members(schema) {
+		limit, _ := parseInt(fmt.Sprint(rule))
+		ok := true
+		switch keyword {
+		case "type":
+			ok = types[rule]
+		case "enum":
+			ok = slices.Contains(rule.([]any), value)
+		case "pattern":
+			ok = regexp.MustCompile(rule.(string)).MatchString(text)
+		case "minimum":
+			ok = n >= limit
+		case "maximum":
+			ok = n <= limit
+		case "maxItems":
+			ok = len(list) <= int(limit)
+		case "required":
+			for _, name := range rule.([]any) {
+				ok = ok && object[name.(string)] != nil
+			}
+		case "items":
+			for i, item := range list {
+				f = append(f, schemaFaults(fmt.Sprint(place, " ", i), rule, item)...)
+			}
+		case "properties":
+			for name, member := range object {
+				f = append(f, schemaFaults(place+" "+name, at(rule, name), member)...)
+			}
+		case "description", "format": // are not rules
+		default:
+			f.add("schemaFaults does not know %s", keyword)
+		}
+		f.require(ok, "%s is %v, but in openapi.json, %s is %v", place, value, keyword, rule)
+	}
+	return f
+}
+
+// commonHeaders are the headers of every response, with patterns of their values.
+var commonHeaders = map[string]string{
+	"Cache-Control":          "^no-store$",
+	"Content-Length":         "^[1-9][0-9]*$",
+	"Content-Type":           "^application/json$",
+	"X-Content-Type-Options": "^nosniff$",
+	"X-Request-Id":           "^[A-Z2-7]{26}$",
+}
+
+// ownHeaders returns the names of the headers of a response that not all responses have.
+func (a reply) ownHeaders() []string {
+	return slices.DeleteFunc(slices.Collect(maps.Keys(a.header)), func(name string) bool {
+		return commonHeaders[name] != "" || name == "Date" || name == "Connection"
+	})
+}
+
+// contractFaults returns how a response breaks the rules for all responses, or differs from
+// openapi.json.
+func contractFaults(r *http.Request, a reply) (f faults) {
+	for name, pattern := range commonHeaders {
+		values := a.header[name]
+		ok := len(values) == 1 && regexp.MustCompile(pattern).MatchString(values[0])
+		f.require(ok, "%s is %q", name, values)
+	}
+	for name, status := range map[string]int{
+		"Www-Authenticate": 401, "Allow": 405, "Retry-After": 503,
+	} {
+		values := a.header[name]
+		f.require(len(values) == 1 == (a.status == status), "%s is %q", name, values)
+	}
+
+	if r.Method == "HEAD" {
+		f.require(a.body == "", "the body is %q", a.body)
+		return append(f, documentFaults(r, a)...)
+	}
+	length := a.header.Get("Content-Length")
+	f.require(json.Valid([]byte(a.body)), "the body is not JSON: %q", a.body)
+	f.require(length == strconv.Itoa(len(a.body)), "Content-Length of %q is %s", a.body, length)
+	f.require(!strings.Contains(a.body, testKey), "the body has the API key: %s", a.body)
+	if a.status >= 400 {
+		f = append(f, errorFaults(a)...)
+	}
+	return append(f, documentFaults(r, a)...)
+}
+
+// errorFaults returns how the body of an error differs from openapi.json, errorCodes and Allow.
+func errorFaults(a reply) (f faults) {
+	body, _ := parseJSON(a.body)
+	got := fmt.Sprint(at(body, "status"), " ", at(body, "code"))
+	want := fmt.Sprint(a.status, " ", errorCodes[a.status])
+	f.require(got == want, "the error is %s, want %s", got, want)
+
+	allowed := strings.HasSuffix(fmt.Sprint(at(body, "message")), " only "+a.header.Get("Allow"))
+	f.require(allowed == (a.status == 405), "Allow is %q, the body %s", a.header["Allow"], a.body)
+
+	schema := at(document, "components", "schemas", "Error")
+	return append(f, schemaFaults("the error", schema, body)...)
+}
+
+// documentFaults returns how a response differs from openapi.json.
+func documentFaults(r *http.Request, a reply) (f faults) {
+	path := regexp.MustCompile(`^/v1/pets/[^/]+$`).ReplaceAllString(r.URL.Path, "/v1/pets/{petId}")
+	method := strings.ToLower(strings.Replace(r.Method, "HEAD", "GET", 1))
+	operation := members(document, "paths", path, method)
+	if operation == nil || r.URL.RawPath != "" { // which is set for an unusual encoding, as of %2F
+		itself := path == "/openapi.json" && a.status == 200
+		ok := itself || slices.Contains([]int{401, 404, 405, 500}, a.status)
+		f.require(ok, "openapi.json does not have the operation")
+		return f
+	}
+
+	secured := operation["security"] == nil
+	f.require(r.Header.Get("Authorization") != "" || (a.status == 401) == secured,
+		"openapi.json says that an API key is required: %t", secured)
+	response := members(operation, "responses", strconv.Itoa(a.status))
+	f.require(response != nil, "openapi.json does not have the status")
+
+	documented := map[string]bool{}
+	for name, header := range members(response, "headers") {
+		documented[http.CanonicalHeaderKey(name)] = true
+		values := a.header.Values(name)
+		required := at(header, "required") == true
+		f.require(len(values) == 1 || len(values) == 0 && !required, "%s is %q", name, values)
+		for _, value := range values {
+			f = append(f, headerFaults(name, at(header, "schema"), value)...)
+		}
+	}
+	for _, name := range a.ownHeaders() {
+		f.require(documented[name], "openapi.json does not have the header %s", name)
+	}
+	if r.Method != "HEAD" {
+		body, _ := parseJSON(a.body)
+		schema := at(response, "content", "application/json", "schema")
+		f = append(f, schemaFaults("the body", schema, body)...)
+	}
+	return f
+}
+
+// headerFaults returns how the value of a header breaks a schema.
+func headerFaults(name string, schema any, value string) faults {
+	if at(schema, "type") == "integer" {
+		return schemaFaults(name, schema, json.Number(value))
+	}
+	return schemaFaults(name, schema, value)
+}
+
+// findAll returns what the group of a pattern matches, in all matches in a text.
+func findAll(pattern, text string) (all []string) {
+	for _, match := range regexp.MustCompile(pattern).FindAllStringSubmatch(text, -1) {
+		all = append(all, match[1])
+	}
+	return all
+}
+
+// wantSame checks that two lists have the same items, in any order, and repeated or not.
+func wantSame(t *testing.T, what string, got, want []string) {
+	t.Helper()
+	for _, item := range got {
+		if !slices.Contains(want, item) {
+			t.Errorf("%s: unexpected: %s", what, item)
+		}
+	}
+	for _, item := range want {
+		if !slices.Contains(got, item) {
+			t.Errorf("%s: missing: %s", what, item)
+		}
 	}
 }
