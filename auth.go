@@ -17,8 +17,8 @@ type keys map[caller]bool
 
 // loadKeys returns the API keys of the configuration: those in API_KEYS and those in the key file.
 //
-// If either is set, there must be at least one key; if neither is, there is none. An error names
-// the place of an invalid key, but never quotes it.
+// If either is set, there must be at least one key. With neither set, loadKeys returns no keys. An
+// error names the place of an invalid key, but never quotes it.
 func loadKeys(c config) (keys, error) {
 	k := keys{}
 

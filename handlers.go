@@ -177,7 +177,7 @@ type response struct {
 // alone.
 func (a *api) cached(read func(r *http.Request) (response, error)) handler {
 	return func(x *exchange) error {
-		// Counted before the read, which may see later changes, too.
+		// Counted before the read, so that the response may be newer than its count, but never older.
 		changes := a.store.committer.changes.Load()
 		resp, err := a.cache.get(x.r.URL.RequestURI(), changes, func() (response, error) {
 			return read(x.r)
@@ -193,8 +193,8 @@ func (a *api) cached(read func(r *http.Request) (response, error)) handler {
 	}
 }
 
-// cache holds the responses that were read since the last change of the database. It makes lists
-// of one page twice as fast. Its zero value is an empty cache.
+// cache holds the responses that were read since the last change of the database. It makes repeated
+// requests for a page twice as fast. Its zero value is an empty cache.
 type cache struct {
 	mu      sync.Mutex
 	changes int64               // of the database, as counted before the responses were read
@@ -206,8 +206,8 @@ type cache struct {
 // and share it.
 type readFunc func() (response, error)
 
-// get returns the response for url that was read after this many changes of the database, or more.
-// If there is none, it calls read.
+// get returns the response for url if it was read when there had been this many changes of the
+// database, or more. Otherwise, it calls read.
 func (c *cache) get(url string, changes int64, read readFunc) (response, error) {
 	c.mu.Lock()
 	if c.entries == nil || c.changes < changes || c.size > maxCache {
@@ -228,6 +228,8 @@ func (c *cache) get(url string, changes int64, read readFunc) (response, error) 
 
 // share returns a function that calls read once, and gives all its callers the result. If that is
 // an error, or read panics, it deletes the entry for url, so that the next request reads again.
+//
+// c.mu must be held. The function that share returns takes it itself, later.
 func (c *cache) share(url string, read readFunc) readFunc {
 	entries := c.entries // get may replace them before the read has ended
 	return sync.OnceValues(func() (resp response, err error) {
@@ -237,8 +239,8 @@ func (c *cache) share(url string, read readFunc) readFunc {
 			if resp.body == nil { // after an error, or a panic
 				delete(entries, url)
 			} else {
-				const overhead = 300 // bytes that an entry takes beside its texts
-				c.size += overhead + len(url) + len(resp.body)
+				const overhead = 300                           // bytes that an entry takes beside its texts
+				c.size += overhead + len(url) + len(resp.body) // roughly: entries may be old ones
 			}
 		}()
 		return read()

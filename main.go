@@ -1,16 +1,17 @@
-// Animalstore keeps a shop's catalogue of animals and serves it as JSON over HTTP.
+// Animalstore keeps a shop's catalogue of animals and serves it as JSON over HTTP. In paths, SQL
+// and types, an animal is a pet.
 //
 // Read handlers.go next: it has the routes, and a handler for each. server.go calls the handlers,
 // and sends and logs the responses. auth.go checks API keys, store.go keeps the animals in SQLite,
 // and errors.go has the errors that clients see.
 //
-// Three operations need little code. The rest of it keeps these promises:
-//   - A 201 means that the animal is on disk. The committer makes that fast, by group commit.
+// Three operations need little code. Most of the code keeps these promises:
+//   - A 201 means that the animal is on disk. Group commit makes that fast (committer in store.go).
 //   - A client can repeat a request safely, with an Idempotency-Key.
-//   - The operator may read and change the database with other programs while the service runs. The
-//     watcher notices that. If somebody moves or deletes a file of the database, it notices that,
-//     too, within 250 ms, and stops creates.
-//   - No request can hold up the service, or fill its memory or its log without limit.
+//   - The operator may read and change the database with other programs while the service runs, and
+//     sees the changes in lists within a second (cache in handlers.go, watcher in store.go).
+//   - If somebody moves or deletes a file of the database, creates stop within 250 ms (watcher).
+//   - No single request can hold up others, or take unlimited memory or log space.
 package main
 
 import (
@@ -49,9 +50,9 @@ func main() {
 // run does what the command line says, until ctx is cancelled. lookupEnv is os.LookupEnv or a
 // replacement.
 //
-// It reports an error in one line on stderr, and returns the exit status: 0 if there is no error,
-// 2 if the command line is wrong, and 1 after any other error. (A panic in the store ends the
-// program with 2, too, as any Go panic does.)
+// It reports an error in one line on stderr, unless nobody reads that, and returns the exit status:
+// 0 if there is no error, 2 if the command line is wrong, and 1 after any other error. (A panic in
+// the store ends the program with 2, too, as any Go panic does.)
 func run(
 	ctx context.Context,
 	args []string,
@@ -217,6 +218,7 @@ func runService(ctx context.Context, c config, logger *slog.Logger) error {
 // listen listens on c.addr, with TLS if c says so. The scheme of the service is http:// or
 // https://.
 func listen(c config) (ln net.Listener, scheme string, err error) {
+	// The certificate comes first: while it is wrong, no port is opened.
 	var tlsConfig tls.Config // without NextProtos: HTTP/1.1 only
 	if c.tlsCert != "" {
 		cert, err := tls.LoadX509KeyPair(c.tlsCert, c.tlsKey)

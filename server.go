@@ -37,8 +37,8 @@ const (
 	// maxHeader is in bytes.
 	maxHeader = 16 << 10
 
-	// A stop goes on accepting requests for drainTime. Those in progress then have shutdownTime to
-	// end.
+	// After a stop signal, the server accepts requests for drainTime. Those in progress then have
+	// shutdownTime to end.
 	drainTime    = 250 * time.Millisecond
 	shutdownTime = 5 * time.Second
 
@@ -100,7 +100,7 @@ func newServer(routes map[string]handler, logger *slog.Logger) *server {
 
 // ServeHTTP answers a request with the handler of its route.
 func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	// ServeMux would redirect the client from //v1/pets to /v1/pets.
+	// ServeMux would redirect //v1/pets to /v1/pets. Such paths are unknown here.
 	p := r.URL.EscapedPath()
 	if !strings.HasPrefix(p, "/") || path.Clean(p) != p {
 		s.answer(w, r, s.routes["/"])
@@ -115,17 +115,17 @@ func (s *server) answer(w http.ResponseWriter, r *http.Request, h handler) {
 	maps.Copy(x.Header(), commonHeader)
 	x.Header().Set("X-Request-Id", x.id)
 
-	err := catchPanic(h, x)
+	err := callHandler(h, x)
 	if err != nil {
 		x.sendError(err)
 	}
 	x.log(err)
 }
 
-// catchPanic calls h, and returns its panic as an error with the stack.
+// callHandler calls h. It returns a panic as an error with the stack.
 //
 // A panic of the store never comes this far: see exitOnPanic.
-func catchPanic(h handler, x *exchange) (err error) {
+func callHandler(h handler, x *exchange) (err error) {
 	defer func() {
 		if p := recover(); p != nil {
 			err = fmt.Errorf("panic: %v\n%s", p, debug.Stack())
@@ -134,7 +134,8 @@ func catchPanic(h handler, x *exchange) (err error) {
 	return h(x)
 }
 
-// deprecated marks every response of next as one of a deprecated operation.
+// deprecated marks every response of next as one of a deprecated operation, whose removal the
+// interface schedules.
 func deprecated(next handler) handler {
 	return func(x *exchange) error {
 		maps.Copy(x.Header(), deprecatedHeader)
@@ -205,7 +206,7 @@ func (x *exchange) log(err error) {
 	x.server.logger.Handler().Handle(context.Background(), line)
 }
 
-// cut returns the first n bytes of text.
+// cut returns at most the first n bytes of text.
 func cut(text string, n int) string {
 	return text[:min(len(text), n)]
 }

@@ -51,8 +51,8 @@ func TestMain(m *testing.M) {
 		}()
 		main()
 	}
+	flag.Set("test.parallel", "8") // unless -parallel is given: most tests wait for processes
 	flag.Parse()
-	flag.Set("test.parallel", "8") // most tests wait for processes
 	os.Exit(m.Run())
 }
 
@@ -248,9 +248,9 @@ func TestOrderOfFaults(t *testing.T) {
 	s := parallelService(t)
 
 	const (
-		guess = "Authorization: Bearer guess"
-		text  = "Content-Type: text/plain"
-		token = "Idempotency-Key: a b"
+		guess  = "Authorization: Bearer guess"
+		text   = "Content-Type: text/plain"
+		badKey = "Idempotency-Key: a b"
 	)
 	cases := []struct {
 		name    string
@@ -259,14 +259,14 @@ func TestOrderOfFaults(t *testing.T) {
 		status  int
 		want    string
 	}{
-		{name: "API key", request: "PATCH /v1/dogs", headers: []string{guess, text, token}, status: 401},
-		{name: "path", request: "PATCH /v1/dogs", headers: []string{text, token}, status: 404},
-		{name: "method", request: "PATCH /v1/pets", headers: []string{text, token}, status: 405},
-		{name: "Content-Type", request: "POST /v1/pets", headers: []string{text, token}, status: 415},
+		{name: "API key", request: "PATCH /v1/dogs", headers: []string{guess, text, badKey}, status: 401},
+		{name: "path", request: "PATCH /v1/dogs", headers: []string{text, badKey}, status: 404},
+		{name: "method", request: "PATCH /v1/pets", headers: []string{text, badKey}, status: 405},
+		{name: "Content-Type", request: "POST /v1/pets", headers: []string{text, badKey}, status: 415},
 		{
 			name:    "Idempotency-Key",
 			request: "POST /v1/pets",
-			headers: []string{token},
+			headers: []string{badKey},
 			status:  400,
 			want:    "Idempotency-Key must be",
 		},
@@ -3292,7 +3292,7 @@ const (
 	notYet   = "do not restart it yet"
 	logInUse = "end all other programs that use the database: the write-ahead log is in use"
 	newFile  = "another program has begun a new write-ahead log or index"
-	logSaved = "its write-ahead log is saved"
+	logSaved = "the write-ahead log is saved"
 )
 
 // slip is a mistake with the files of a running service. There are five animals, all still in the
@@ -4949,7 +4949,7 @@ func BenchmarkPages(b *testing.B) {
 	}
 }
 
-// BenchmarkCreates adds animals in parallel, as group commit needs: -cpu 64 for 64 clients.
+// BenchmarkCreates adds animals for many clients at once, as group commit needs: -cpu 2 for 64.
 func BenchmarkCreates(b *testing.B) {
 	s := newService(b)
 	b.SetParallelism(32) // goroutines for each processor: they wait for the disk
@@ -5219,7 +5219,7 @@ func (d database) wantQuery(query, want string) {
 	}
 }
 
-// addMany adds animals with a name.
+// addMany adds animals with a name: every 400th is pending, the others are sold.
 func (d database) addMany(count int, name string) {
 	d.t.Helper()
 	d.exec(`WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?)
@@ -5250,6 +5250,9 @@ var callbacks sync.Map
 func watchSQLite() {
 	sqlite.RegisterConnectionHook(func(conn sqlite.ExecQuerierContext, dsn string) error {
 		location, err := url.Parse(dsn)
+		if err != nil {
+			return err
+		}
 		connections.Lock()
 		defer connections.Unlock()
 
@@ -5260,7 +5263,7 @@ func watchSQLite() {
 		case "ro", "rw":
 			connections.to[file] = append(connections.to[file], conn)
 		}
-		return err
+		return nil
 	})
 
 	call := func(_ *sqlite.FunctionContext, args []driver.Value) (driver.Value, error) {
@@ -5976,7 +5979,7 @@ func contractFaults(r *http.Request, a reply) (f faults) {
 		"Www-Authenticate": 401, "Allow": 405, "Retry-After": 503,
 	} {
 		values := a.header[name]
-		f.require(len(values) == 1 == (a.status == status), "%s is %q", name, values)
+		f.require((len(values) == 1) == (a.status == status), "%s is %q", name, values)
 	}
 
 	if r.Method == "HEAD" {

@@ -153,17 +153,23 @@ func (s *store) openParts(path string) (isNew bool, err error) {
 	if err := s.committer.open(); err != nil {
 		return false, err
 	}
-	if err := s.watcher.open(path); err != nil {
+	if err := openConnections(s.watcher.db, 1); err != nil {
 		return false, err
 	}
-	s.committer.mainFile = s.watcher.files[0]
+
+	files, err := openedFiles(path)
+	if err != nil {
+		return false, err
+	}
+	s.committer.mainFile = files[0] // the database itself
+	s.watcher.files = files
 	return isNew, nil
 }
 
 // close waits for a transaction in progress and closes the store.
 //
 // If the store is sealed, close returns the reason and closes no connection: SQLite would delete
-// whatever WAL is at the path.
+// whatever WAL is at the path. It must be called once.
 func (s *store) close() error {
 	s.watcher.stop()
 	s.committer.mu.Lock()
@@ -180,8 +186,8 @@ func (s *store) closeAll() error {
 	return errors.Join(s.reader.db.Close(), s.watcher.db.Close(), s.committer.db.Close())
 }
 
-// checkHealth returns errUnavailable, wrapped, if the files of the database are not in their
-// places, or if it cannot be read.
+// checkHealth returns errUnavailable, wrapped, if the store is sealed, or if the database is not in
+// its place or cannot be read.
 func (s *store) checkHealth() error {
 	if err := s.committer.checkPlace(); err != nil {
 		return err
@@ -283,7 +289,7 @@ func (r *reader) get(id int64) (p pet, err error) {
 
 // committer stores animals with group commit: creations that wait at the same time share one
 // transaction, and so one wait for the disk. With 64 clients, that is ten times as fast as a
-// transaction for each. The goroutine of the first of them writes them all.
+// transaction for each. The goroutine of the first creation writes the whole batch.
 //
 // The transactions are made with prepared statements on the one connection of a pool:
 // database/sql's Tx would parse BEGIN and COMMIT each time.
@@ -362,7 +368,7 @@ func (c *committer) open() error {
 // create stores p and returns it, with its id, once it is on disk.
 //
 // If who has already used idempotencyKey ("" for none) within idempotencyKeyLifetime, it stores
-// nothing, and returns the first result and replayed, or errIdempotencyKeyReused if p differs.
+// nothing, and returns the first result with replayed set, or errIdempotencyKeyReused if p differs.
 //
 // After errIdempotencyKeyReused or errUnavailable p is not stored. After another error it may be.
 //
@@ -371,7 +377,7 @@ func (c *committer) open() error {
 func (c *committer) create(who caller, idempotencyKey string, p newPet) (
 	stored pet, replayed bool, err error,
 ) {
-	if err := c.checkSealed(); err != nil {
+	if err := c.checkSealed(); err != nil { // at once, even while another program has the lock
 		return pet{}, false, err
 	}
 
@@ -527,8 +533,8 @@ func (c *committer) checkSealed() error {
 // checkPlace returns errUnavailable, wrapped, if c is sealed, or about to be, because the database
 // is not in its place.
 //
-// It does not look at the WAL, because that would slow commits: the kernel would then update the
-// time of that file at each write.
+// It does not look at the WAL: after a look, Linux updates the time of that file at the next write,
+// which makes a create slower by a seventh.
 func (c *committer) checkPlace() error {
 	if err := c.checkSealed(); err != nil {
 		return err
@@ -544,10 +550,11 @@ func (c *committer) checkPlace() error {
 //
 // SQLite goes on with the files that it has opened, wherever they are now, and what is stored in
 // them would be lost. So the watcher then seals the committer, for good, and saves the WAL in the
-// database. The next process would not find the WAL, or would apply it to another database.
+// database. Otherwise, the next process would not find the WAL, or would apply it to another
+// database.
 type watcher struct {
 	db        *sql.DB      // one connection, which waits for no lock
-	files     []openedFile // the database, its WAL and the index of the WAL
+	files     []openedFile // as openedFiles returns them
 	committer *committer
 	logger    *slog.Logger
 	closing   chan struct{} // stop sends on it
@@ -566,21 +573,6 @@ func newWatcher(path string, c *committer, logger *slog.Logger) *watcher {
 		logger:    logger,
 		closing:   make(chan struct{}),
 	}
-}
-
-// open opens the connection, and remembers the files at path, which must all be there.
-func (w *watcher) open(path string) error {
-	if err := openConnections(w.db, 1); err != nil {
-		return err
-	}
-	for _, suffix := range []string{"", "-wal", "-shm"} {
-		info, err := os.Lstat(path + suffix)
-		if err != nil {
-			return err
-		}
-		w.files = append(w.files, openedFile{path: path + suffix, info: info})
-	}
-	return nil
 }
 
 // watch looks every watchInterval, until stop is called.
@@ -633,11 +625,11 @@ func (w *watcher) lookForMovedFiles() {
 	switch {
 	case err == nil:
 		w.saved = true
-		w.sealAndLog("its write-ahead log is saved: end all other programs that use the database, " +
-			"and restart it")
+		w.sealAndLog("the write-ahead log is saved: end all other programs that use the database, " +
+			"rescue the database if it is gone (see README.md), and restart")
 	case errors.Is(err, errNewWAL):
 		w.sealAndLog(fmt.Sprintf("%v: end all other programs that use the database, "+
-			"and restart it", err))
+			"rescue the open files (see README.md), and restart", err))
 	default:
 		w.sealAndLog(fmt.Sprintf("do not restart it yet, "+
 			"but end all other programs that use the database: %v", err))
@@ -700,6 +692,18 @@ func (w *watcher) saveWAL() error {
 type openedFile struct {
 	path string
 	info os.FileInfo
+}
+
+// openedFiles returns the files of the open database at path: itself, its WAL and the index.
+func openedFiles(path string) (files []openedFile, err error) {
+	for _, suffix := range []string{"", "-wal", "-shm"} {
+		info, err := os.Lstat(path + suffix)
+		if err != nil {
+			return nil, err
+		}
+		files = append(files, openedFile{path: path + suffix, info: info})
+	}
+	return files, nil
 }
 
 // inPlace reports whether the file is still at its path.
@@ -812,8 +816,8 @@ func migrate(db *sql.DB) (isNew bool, err error) {
 		}
 	}
 
-	// Check that the file is not read-only, without writing to it: no id is 0. A start should
-	// succeed on a full disk, because lists work there.
+	// This fails if the file is read-only. It deletes nothing, and so writes nothing: a start
+	// should succeed on a full disk, because lists work there.
 	if _, err := db.Exec("DELETE FROM pets WHERE id = 0"); err != nil {
 		return false, err
 	}
@@ -861,7 +865,7 @@ func refuseOrphanedWAL(path string) error {
 	missing := err != nil || info.Size() <= 1 // SQLite takes a file of one byte for empty
 	if walErr == nil && missing {
 		return fmt.Errorf("there is no database, but %q is the write-ahead log of one; "+
-			"put that database back, or delete the log to start with an empty one", path+"-wal")
+			"put that database back, or move the log away to start with an empty database", path+"-wal")
 	}
 	return nil
 }
@@ -983,8 +987,7 @@ func asUnavailable(err error) error {
 func explain(err error) error {
 	switch sqliteCode(err) {
 	case sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY:
-		return fmt.Errorf("%w: it must be a file in an existing folder, "+
-			"with the right to write for both", err)
+		return fmt.Errorf("%w: it must be a file in an existing folder, and both must be writable", err)
 	case sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB:
 		return fmt.Errorf("%w: it is damaged: put a backup in its place", err)
 	}
