@@ -3557,11 +3557,14 @@ func (p *process) addAll(names ...string) {
 // suspend stops the process while f runs, so that it sees all that f does at once.
 func (p *process) suspend(f func()) {
 	p.t.Helper()
-	must(p.t, p.cmd.Process.Signal(syscall.SIGSTOP))
-	_, err := syscall.Wait4(p.cmd.Process.Pid, nil, syscall.WUNTRACED, nil) // until it has stopped
-	must(p.t, err)
+	pid := strconv.Itoa(p.cmd.Process.Pid)
+	shell(p.t, "", `kill -STOP "$0"`, pid)
+	eventually(p.t, "the process has stopped", func() bool {
+		state, _ := exec.Command("ps", "-o", "state=", "-p", pid).Output()
+		return strings.HasPrefix(string(state), "T")
+	})
 	f()
-	must(p.t, p.cmd.Process.Signal(syscall.SIGCONT))
+	shell(p.t, "", `kill -CONT "$0"`, pid)
 }
 
 // awaitAdvice waits until the service logs that a file is not in its place, with this advice.
