@@ -5166,7 +5166,11 @@ func parallelService(t *testing.T) *service {
 func withFakeClock(t *testing.T, test func(t *testing.T, s *service), logs ...io.Writer) {
 	t.Parallel()
 	limitTime(t)
-	synctest.Test(t, func(t *testing.T) { test(t, newService(t, logs...)) })
+	synctest.Test(t, func(t *testing.T) {
+		s := newService(t, logs...)
+		synctest.Wait() // until the watcher has looked for the first time
+		test(t, s)
+	})
 }
 
 // limitTime ends all tests with a panic that names t if it takes longer than 30 seconds by the real
