@@ -45,7 +45,8 @@ var (
 	errIdempotencyKeyReused = newError(http.StatusUnprocessableEntity,
 		"this Idempotency-Key was used for another animal")
 
-	// errUnavailable means that the cause may pass, and of a create, that it has stored nothing.
+	// errUnavailable means that the cause may pass. For a create, it also means that nothing was
+	// stored.
 	errUnavailable = newError(http.StatusServiceUnavailable,
 		"the database is unavailable; try again")
 )

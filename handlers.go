@@ -39,7 +39,7 @@ var petStatuses = []string{"available", "pending", "sold"}
 // Parts of error messages.
 const (
 	statusRule = "status must be available, pending or sold"
-	quoted     = "%.64q" // for what the client sent: the first 64 characters, in quotes
+	quotedVerb = "%.64q" // for what the client sent: the first 64 characters, in quotes
 )
 
 // api has the handlers of the service.
@@ -257,7 +257,7 @@ func parseFilter(rawQuery string) (query url.Values, f filter, err error) {
 	wrong.require(err == nil, "the query string is malformed")
 
 	for _, name := range slices.Sorted(maps.Keys(query)) {
-		wrong.require(len(query[name]) == 1, quoted+" must not be repeated", name)
+		wrong.require(len(query[name]) == 1, quotedVerb+" must not be repeated", name)
 		value := query[name][0]
 		n, isInt := parseInt(value)
 
@@ -274,7 +274,7 @@ func parseFilter(rawQuery string) (query url.Values, f filter, err error) {
 			wrong.require(isInt && n >= 0,
 				"after must be the last id of a page, an integer from 0 to %d", int64(math.MaxInt64))
 		default:
-			wrong.add("unknown parameter "+quoted, name)
+			wrong.add("unknown parameter "+quotedVerb, name)
 		}
 	}
 	return query, f, wrong.err()
@@ -295,7 +295,7 @@ func checkContentType(values []string) error {
 	mediaType, _, err := mime.ParseMediaType(value)
 	if len(values) > 1 || err != nil || mediaType != "application/json" {
 		return newError(http.StatusUnsupportedMediaType,
-			"Content-Type must be application/json, not "+quoted, value)
+			"Content-Type must be application/json, not "+quotedVerb, value)
 	}
 	return nil
 }
@@ -347,7 +347,7 @@ func parseNewPet(body []byte) (newPet, error) {
 	seen := map[string]bool{}
 	for members.More() {
 		name, value := nextMember(members)
-		wrong.require(!seen[name], quoted+" must not be repeated", name)
+		wrong.require(!seen[name], quotedVerb+" must not be repeated", name)
 		seen[name] = true
 
 		var ok bool
@@ -364,7 +364,7 @@ func parseNewPet(body []byte) (newPet, error) {
 			p.Status = unquote(value)
 			wrong.require(slices.Contains(petStatuses, p.Status), statusRule)
 		default:
-			wrong.add("unknown member "+quoted, name)
+			wrong.add("unknown member "+quotedVerb, name)
 		}
 	}
 

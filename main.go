@@ -5,13 +5,14 @@
 // and sends and logs the responses. auth.go checks API keys, store.go keeps the animals in SQLite,
 // and errors.go has the errors that clients see.
 //
-// Three operations need little code. Most of the code keeps these promises:
+// The operations on animals need little code. Most of the code keeps these promises:
 //   - A 201 means that the animal is on disk. Group commit makes that fast (committer in store.go).
 //   - A client can repeat a request safely, with an Idempotency-Key.
 //   - The operator may read and change the database with other programs while the service runs, and
 //     sees the changes in lists within a second (cache in handlers.go, watcher in store.go).
-//   - If somebody moves or deletes a file of the database, creates stop within 250 ms (watcher).
-//   - No single request can hold up others, or take unlimited memory or log space.
+//   - If somebody moves or deletes a file of the database, the watcher stops creates within 250 ms.
+//   - No single request can hold up others, or take unlimited memory or log space: the limits stand
+//     at the top of server.go and handlers.go.
 package main
 
 import (

@@ -134,8 +134,7 @@ func callHandler(h handler, x *exchange) (err error) {
 	return h(x)
 }
 
-// deprecated marks every response of next as one of a deprecated operation, whose removal the
-// interface schedules.
+// deprecated marks every response of next as one of a deprecated operation, which will be removed.
 func deprecated(next handler) handler {
 	return func(x *exchange) error {
 		maps.Copy(x.Header(), deprecatedHeader)

@@ -2905,7 +2905,7 @@ func TestFailedCreateStoresNothing(t *testing.T) {
 	}
 }
 
-// TestAnimalThatIsLeftOutFailsAlone lets creates wait for a lock, so that they share a transaction.
+// TestAnimalThatIsLeftOutFailsAlone lets creates wait for a lock, so that they can share a transaction.
 func TestAnimalThatIsLeftOutFailsAlone(t *testing.T) {
 	s := parallelService(t)
 	s.exec(`CREATE TRIGGER leave_out BEFORE INSERT ON pets WHEN new.name = 'left out'

@@ -98,11 +98,14 @@ var migrations = []string{
 // (WAL), the file with the suffix -wal, and a checkpoint moves them to the database itself. The
 // file with the suffix -shm is the index of the WAL, which all processes share.
 //
-// All methods of its parts may be called concurrently.
+// If a file is not in its place any more, the store is sealed: until a restart, it lists animals,
+// but creates none.
+//
+// The methods of reader and committer may be called concurrently.
 type store struct {
 	reader    *reader    // lists and gets animals
 	committer *committer // creates animals
-	watcher   *watcher   // looks after the files
+	watcher   *watcher   // notices what other programs do to the database and its files
 }
 
 // openStore opens the database at path, which is absolute. If there is none, it creates one, and
@@ -169,7 +172,7 @@ func (s *store) openParts(path string) (isNew bool, err error) {
 // close waits for a transaction in progress and closes the store.
 //
 // If the store is sealed, close returns the reason and closes no connection: SQLite would delete
-// whatever WAL is at the path. It must be called once.
+// whatever WAL is at the path. Call close only once.
 func (s *store) close() error {
 	s.watcher.stop()
 	s.committer.mu.Lock()
@@ -304,8 +307,7 @@ type committer struct {
 	insertIdempotencyKey  *sql.Stmt
 	deleteIdempotencyKeys *sql.Stmt
 
-	// sealed is nil until a file of the database is not in its place any more. From then on it is
-	// the reason why nothing can be created.
+	// sealed is the reason why nothing can be created any more, or nil.
 	sealed atomic.Pointer[error]
 
 	// changes grows with every commit: of this process at once, of other programs when the watcher
@@ -325,7 +327,7 @@ type committer struct {
 type batch struct {
 	creations []*creation
 	done      chan struct{} // closed when all results are final
-	err       error         // of the whole batch
+	err       error         // of the whole batch, such as a full disk
 }
 
 // creation is an animal waiting to be stored, and then the result.
@@ -467,8 +469,8 @@ func (c *committer) transact(b *batch) error {
 
 // insert stores cr in the open transaction, or finds the first response to its Idempotency-Key.
 //
-// It returns an error of the whole batch: after an error of SQLite, the transaction may have ended.
-// An error of cr alone is left in cr.err.
+// An error of SQLite, also one that a trigger raises, is returned, and fails the whole batch: the
+// transaction may have ended. An error of cr alone is left in cr.err.
 func (c *committer) insert(cr *creation, now time.Time) error {
 	if cr.idempotencyKey != "" {
 		found, err := c.replay(cr, now)
@@ -490,10 +492,11 @@ func (c *committer) insert(cr *creation, now time.Time) error {
 	id, _ := result.LastInsertId()
 	cr.stored = pet{ID: id, newPet: cr.newPet}
 
-	if cr.idempotencyKey != "" {
-		_, err = c.insertIdempotencyKey.Exec(cr.caller[:], cr.idempotencyKey, now.Unix(),
-			id, cr.Name, cr.CategoryID, cr.Status)
+	if cr.idempotencyKey == "" {
+		return nil
 	}
+	_, err = c.insertIdempotencyKey.Exec(cr.caller[:], cr.idempotencyKey, now.Unix(),
+		id, cr.Name, cr.CategoryID, cr.Status)
 	return err
 }
 
@@ -532,11 +535,12 @@ func (c *committer) checkSealed() error {
 	return nil
 }
 
-// checkPlace returns errUnavailable, wrapped, if c is sealed, or about to be, because the database
-// is not in its place.
+// checkPlace returns errUnavailable, wrapped, if c is sealed, or if the database is not in its
+// place.
 //
 // It does not look at the WAL: after a look, Linux updates the time of that file at the next write,
-// which makes a create slower by a seventh.
+// which makes a create slower by a seventh. So after the WAL was deleted, animals are acknowledged
+// until the watcher looks, and saves them.
 func (c *committer) checkPlace() error {
 	if err := c.checkSealed(); err != nil {
 		return err
@@ -564,7 +568,7 @@ type watcher struct {
 	// These belong to the goroutine of watch, and after it to stop.
 	dataVersion int64  // PRAGMA data_version at the last look
 	moved       string // the file that was not in its place, or ""
-	saved       bool   // what the WAL held then is in the database
+	saved       bool   // what the WAL held when that was noticed is in the database
 	logged      string // the last advice in the log
 }
 
@@ -667,8 +671,8 @@ var errNewWAL = errors.New("another program has begun a new write-ahead log or i
 // saveWAL moves what the WAL holds to the database, wherever both are now. It returns errNewWAL if
 // that would damage the database.
 //
-// It waits for a transaction of the committer, which may wait for the lock of another program, but
-// for no program that reads the WAL. No creation can fill the WAL again.
+// It waits for a transaction of the committer, which may wait for the lock of another program. It
+// does not wait for readers of the WAL. As the committer is sealed, nothing fills the WAL again.
 func (w *watcher) saveWAL() error {
 	w.committer.mu.Lock()
 	defer w.committer.mu.Unlock()
@@ -818,8 +822,8 @@ func migrate(db *sql.DB) (isNew bool, err error) {
 		}
 	}
 
-	// This fails if the file is read-only. It deletes nothing, and so writes nothing: a start
-	// should succeed on a full disk, because lists work there.
+	// This fails if the file is read-only, where BEGIN IMMEDIATE alone succeeds. It deletes nothing,
+	// and so writes nothing: a start should succeed on a full disk, because lists work there.
 	if _, err := db.Exec("DELETE FROM pets WHERE id = 0"); err != nil {
 		return false, err
 	}
@@ -896,7 +900,7 @@ func syncPath(path string) error {
 	}
 	defer f.Close()
 	if runtime.GOOS == "windows" {
-		return nil // it cannot sync what was opened to read
+		return nil // it cannot sync what was opened to read, or folders
 	}
 	return f.Sync()
 }
