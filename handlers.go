@@ -74,7 +74,7 @@ func (a *api) listPets(r *http.Request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	pets, more, err := a.store.reader.list(f)
+	pets, more, err := a.store.list(f)
 	if err != nil {
 		return response{}, err
 	}
@@ -107,11 +107,12 @@ func (a *api) createPet(x *exchange) error {
 		return err
 	}
 
-	stored, replayed, err := a.store.committer.create(x.caller, idempotencyKey, animal)
+	stored, replayed, err := a.store.create(x.caller, idempotencyKey, animal)
 	if err != nil {
 		return err
 	}
 
+	// RFC 9110 wants the URL of what a 201 has created, although its operation is deprecated.
 	x.Header().Set("Location", "/v1/pets/"+strconv.FormatInt(stored.ID, 10))
 	if replayed {
 		x.Header().Set("Idempotency-Replayed", "true")
@@ -126,7 +127,7 @@ func (a *api) getPet(r *http.Request) (response, error) {
 	if !ok {
 		return response{}, errNotFound
 	}
-	animal, err := a.store.reader.get(id)
+	animal, err := a.store.get(id)
 	if err != nil {
 		return response{}, err
 	}
@@ -178,7 +179,7 @@ type response struct {
 func (a *api) cached(read func(r *http.Request) (response, error)) handler {
 	return func(x *exchange) error {
 		// Counted before the read, so that the response may be newer than its count, but never older.
-		changes := a.store.committer.changes.Load()
+		changes := a.store.changes()
 		resp, err := a.cache.get(x.r.URL.RequestURI(), changes, func() (response, error) {
 			return read(x.r)
 		})

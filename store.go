@@ -101,7 +101,7 @@ var migrations = []string{
 // If a file is not in its place any more, the store is sealed: until a restart, it lists animals,
 // but creates none.
 //
-// The methods of reader and committer may be called concurrently.
+// All methods but close may be called concurrently.
 type store struct {
 	reader    *reader    // lists and gets animals
 	committer *committer // creates animals
@@ -195,10 +195,33 @@ func (s *store) checkHealth() error {
 	if err := s.committer.checkPlace(); err != nil {
 		return err
 	}
-	if _, _, err := s.reader.list(filter{limit: 1}); err != nil {
+	if _, _, err := s.list(filter{limit: 1}); err != nil {
 		return fmt.Errorf("%w: %w", errUnavailable, err)
 	}
 	return nil
+}
+
+// list returns a page of animals, by ascending id, and whether more follow.
+func (s *store) list(f filter) (pets []pet, more bool, err error) {
+	return s.reader.list(f)
+}
+
+// get returns the animal with this id, or errNotFound.
+func (s *store) get(id int64) (pet, error) {
+	return s.reader.get(id)
+}
+
+// create stores p, as committer.create says.
+func (s *store) create(who caller, idempotencyKey string, p newPet) (
+	stored pet, replayed bool, err error,
+) {
+	return s.committer.create(who, idempotencyKey, p)
+}
+
+// changes returns a number that grows with every commit: of this process at once, of other programs
+// within watchInterval.
+func (s *store) changes() int64 {
+	return s.committer.changes.Load()
 }
 
 // reader reads animals, on a pool of read-only connections.
@@ -243,7 +266,7 @@ func (r *reader) open() error {
 	return openConnections(r.db, r.size)
 }
 
-// list returns a page of animals, by ascending id, and whether more follow.
+// list does what store.list says.
 func (r *reader) list(f filter) (pets []pet, more bool, err error) {
 	statement, args := r.selectPage, []any{f.after, f.limit + 1}
 	if f.status != "" {
@@ -277,7 +300,7 @@ func (r *reader) list(f filter) (pets []pet, more bool, err error) {
 	return pets[:min(len(pets), f.limit)], more, nil
 }
 
-// get returns the animal with this id, or errNotFound.
+// get does what store.get says.
 func (r *reader) get(id int64) (p pet, err error) {
 	r.slots <- struct{}{}
 	defer func() { <-r.slots }()
@@ -310,9 +333,7 @@ type committer struct {
 	// sealed is the reason why nothing can be created any more, or nil.
 	sealed atomic.Pointer[error]
 
-	// changes grows with every commit: of this process at once, of other programs when the watcher
-	// notices it.
-	changes atomic.Int64
+	changes atomic.Int64 // see store.changes
 
 	// mu is held during a transaction, or to prevent one.
 	mu sync.Mutex
