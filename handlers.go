@@ -198,54 +198,63 @@ func (a *api) cached(read func(r *http.Request) (response, error)) handler {
 // requests for a page twice as fast. Its zero value is an empty cache.
 type cache struct {
 	mu      sync.Mutex
-	changes int64               // of the database, as counted before the responses were read
-	size    int                 // of the responses, in bytes, roughly
-	entries map[string]readFunc // by URL
+	changes int64                  // of the database, as counted before the responses were read
+	size    int                    // of the entries, in bytes, roughly
+	entries map[string]*cacheEntry // by URL
 }
 
-// readFunc returns a response. In the cache, the first call reads it, and all others wait for it
-// and share it.
-type readFunc func() (response, error)
+// cacheEntry is a response, or the error of the attempt to read it, once that has ended.
+type cacheEntry struct {
+	read sync.Once
+	resp response
+	err  error
+}
 
 // get returns the response for url if it was read when there had been this many changes of the
-// database, or more. Otherwise, it calls read.
-func (c *cache) get(url string, changes int64, read readFunc) (response, error) {
+// database, or more. Otherwise, it calls read. Concurrent calls for one url share one read.
+func (c *cache) get(url string, changes int64, read func() (response, error)) (response, error) {
+	e := c.entry(url, changes)
+	e.read.Do(func() {
+		e.err = errors.New("the read has panicked") // unless it returns
+		defer c.settle(url, e)
+		e.resp, e.err = read()
+	})
+	return e.resp, e.err
+}
+
+// entry returns the entry for url, which may be a new one. It empties the cache if the database has
+// changed, or if the cache is full.
+func (c *cache) entry(url string, changes int64) *cacheEntry {
 	c.mu.Lock()
+	defer c.mu.Unlock()
+
 	if c.entries == nil || c.changes < changes || c.size > maxCache {
-		c.entries = map[string]readFunc{}
+		c.entries = map[string]*cacheEntry{}
 		c.changes = changes
 		c.size = 0
 	}
-	shared, found := c.entries[url]
+	e, found := c.entries[url]
 	if !found {
-		url = strings.Clone(url) // it may be part of a longer string, which would stay in memory
-		shared = c.share(url, read)
-		c.entries[url] = shared
+		e = &cacheEntry{}
+		c.entries[strings.Clone(url)] = e // url may be part of a longer string in memory
 	}
-	c.mu.Unlock()
-
-	return shared()
+	return e
 }
 
-// share returns a function that calls read once, and gives all its callers the result. If that is
-// an error, or read panics, it deletes the entry for url, so that the next request reads again.
-//
-// c.mu must be held. The function that share returns takes it itself, later.
-func (c *cache) share(url string, read readFunc) readFunc {
-	entries := c.entries // get may replace them before the read has ended
-	return sync.OnceValues(func() (resp response, err error) {
-		defer func() {
-			c.mu.Lock()
-			defer c.mu.Unlock()
-			if resp.body == nil { // after an error, or a panic
-				delete(entries, url)
-			} else {
-				const overhead = 300                           // bytes that an entry takes beside its texts
-				c.size += overhead + len(url) + len(resp.body) // roughly: entries may be old ones
-			}
-		}()
-		return read()
-	})
+// settle counts the size of e, or, after an error, removes it, so that the next request reads again.
+func (c *cache) settle(url string, e *cacheEntry) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+
+	if c.entries[url] != e {
+		return // the cache was emptied meanwhile
+	}
+	if e.err != nil {
+		delete(c.entries, url)
+		return
+	}
+	const overhead = 300 // bytes that an entry takes beside its texts
+	c.size += overhead + len(url) + len(e.resp.body)
 }
 
 // parseFilter parses the query of a list. It refuses what it does not know, so that a typo
