@@ -211,7 +211,8 @@ type cacheEntry struct {
 }
 
 // get returns the response for url if it was read when there had been this many changes of the
-// database, or more. Otherwise, it calls read. Concurrent calls for one url share one read.
+// database, or more. Otherwise, it calls read. Concurrent calls for one url share one read, also
+// its error; later calls read again after an error.
 func (c *cache) get(url string, changes int64, read func() (response, error)) (response, error) {
 	e := c.entry(url, changes)
 	e.read.Do(func() {

@@ -10,7 +10,8 @@
 //   - A client can repeat a request safely, with an Idempotency-Key.
 //   - The operator may read and change the database with other programs while the service runs, and
 //     sees the changes in lists within a second (cache in handlers.go, watcher in store.go).
-//   - If somebody moves or deletes a file of the database, the watcher stops creates within 250 ms.
+//   - If somebody moves or deletes a file of the database, the watcher stops creates within 250 ms,
+//     and saves what was created meanwhile.
 //   - No single request can hold up others, or take unlimited memory or log space: the limits stand
 //     at the top of server.go and handlers.go.
 package main

@@ -16,6 +16,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"modernc.org/sqlite"
@@ -321,7 +322,7 @@ func (r *reader) get(id int64) (p pet, err error) {
 // database/sql's Tx would parse BEGIN and COMMIT each time.
 type committer struct {
 	db       *sql.DB    // one connection, so that its statements form one transaction
-	mainFile openedFile // the database itself, without its WAL
+	mainFile openedFile // the database itself, without its WAL; set by openParts
 
 	begin                 *sql.Stmt
 	commit                *sql.Stmt
@@ -581,7 +582,7 @@ func (c *committer) checkPlace() error {
 // database.
 type watcher struct {
 	db        *sql.DB      // one connection, which waits for no lock
-	files     []openedFile // as openedFiles returns them
+	files     []openedFile // of the database; set by openParts
 	committer *committer
 	logger    *slog.Logger
 	closing   chan struct{} // stop sends on it
@@ -736,8 +737,8 @@ func openedFiles(path string) (files []openedFile, err error) {
 // inPlace reports whether the file is still at its path.
 func (f openedFile) inPlace() bool {
 	now, err := os.Lstat(f.path)
-	if err != nil {
-		return !errors.Is(err, fs.ErrNotExist) // another error says nothing about the file
+	if err != nil { // others than these two say nothing about the file
+		return !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, syscall.ENOTDIR)
 	}
 	return os.SameFile(now, f.info)
 }
