@@ -687,6 +687,7 @@ func (w *watcher) sealAndLog(advice string) {
 	w.logger.Error("nothing can be created any more", "error", reason)
 }
 
+// errNewWAL means that the WAL at the path, or its index, is no longer the one that was opened.
 var errNewWAL = errors.New("another program has begun a new write-ahead log or index, " +
 	"so that the old one cannot be saved")
 
