@@ -79,7 +79,7 @@ func isVisibleASCII(s string) bool {
 }
 
 // requireKey passes requests with a valid API key to next. It answers all others with 401 and a
-// challenge (RFC 6750), before anything else in the request is looked at.
+// challenge (RFC 6750).
 func (k keys) requireKey(next handler) handler {
 	return func(x *exchange) error {
 		token, given := bearerToken(x.r.Header)
@@ -93,7 +93,7 @@ func (k keys) requireKey(next handler) handler {
 		if given {
 			challenge += `, error="invalid_token"`
 		}
-		x.Header().Set("WWW-Authenticate", challenge)
+		x.w.Header().Set("WWW-Authenticate", challenge)
 		return newError(http.StatusUnauthorized, "a valid API key is required, in one header "+
 			"Authorization: Bearer API_KEY; GET /openapi.json describes this interface")
 	}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"maps"
 	"math"
 	"mime"
@@ -36,39 +37,33 @@ const (
 // petStatuses are the values of PetStatus. The schema has them, too: see migrations.
 var petStatuses = []string{"available", "pending", "sold"}
 
-// Parts of error messages.
-const (
-	statusRule = "status must be available, pending or sold"
-	quotedVerb = "%.64q" // for what the client sent: the first 64 characters, in quotes
-)
-
 // api has the handlers of the service.
 type api struct {
 	store *store
 	cache cache
 }
 
-// routes returns the handler for each pattern of ServeMux. st must be open.
-func routes(st *store, k keys) map[string]handler {
+// newAPI returns a server with all routes of the service, by pattern of ServeMux. st must be open.
+func newAPI(st *store, k keys, logger *slog.Logger) *server {
 	a := &api{store: st}
-	return map[string]handler{
+	routes := map[string]handler{
 		"GET /healthz":         a.getHealth,
 		"GET /openapi.json":    getOpenAPI,
 		"GET /v1/pets":         k.requireKey(a.cached(a.listPets)),
 		"POST /v1/pets":        k.requireKey(a.createPet),
 		"GET /v1/pets/{petId}": deprecated(k.requireKey(a.cached(a.getPet))),
 
-		// ServeMux's own 404 and 405 would not be JSON, and would come without a key.
+		// ServeMux's own 405 would not be JSON, and would come without a key.
 		"/healthz":         k.requireKey(methodNotAllowed("GET, HEAD")),
 		"/openapi.json":    k.requireKey(methodNotAllowed("GET, HEAD")),
 		"/v1/pets":         k.requireKey(methodNotAllowed("GET, HEAD, POST")),
 		"/v1/pets/{petId}": k.requireKey(methodNotAllowed("GET, HEAD")),
-		"/":                k.requireKey(notFound),
 	}
+	return newServer(routes, k.requireKey(notFound), logger)
 }
 
-// listPets reads a page of animals for GET /v1/pets, with a Link to the next page if there is
-// one (RFC 8288).
+// listPets reads a page of pets for GET /v1/pets, with a Link to the next page if there is one
+// (RFC 8288).
 func (a *api) listPets(r *http.Request) (response, error) {
 	query, f, err := parseFilter(r.URL.RawQuery)
 	if err != nil {
@@ -88,8 +83,8 @@ func (a *api) listPets(r *http.Request) (response, error) {
 	return resp, nil
 }
 
-// createPet answers POST /v1/pets: it stores the animal that the body describes, and answers
-// with it and its id.
+// createPet answers POST /v1/pets: it stores the pet that the body describes, and answers with it
+// and its id.
 func (a *api) createPet(x *exchange) error {
 	if err := checkContentType(x.r.Header["Content-Type"]); err != nil {
 		return err
@@ -102,40 +97,39 @@ func (a *api) createPet(x *exchange) error {
 	if err != nil {
 		return err
 	}
-	animal, err := parseNewPet(body)
+	p, err := parseNewPet(body)
 	if err != nil {
 		return err
 	}
 
-	stored, replayed, err := a.store.create(x.caller, idempotencyKey, animal)
+	stored, replayed, err := a.store.create(x.caller, idempotencyKey, p)
 	if err != nil {
 		return err
 	}
 
 	// RFC 9110 wants the URL of what a 201 has created, although its operation is deprecated.
-	x.Header().Set("Location", "/v1/pets/"+strconv.FormatInt(stored.ID, 10))
+	x.w.Header().Set("Location", "/v1/pets/"+strconv.FormatInt(stored.ID, 10))
 	if replayed {
-		x.Header().Set("Idempotency-Replayed", "true")
+		x.w.Header().Set("Idempotency-Replayed", "true")
 	}
 	x.send(http.StatusCreated, encode(stored))
 	return nil
 }
 
-// getPet reads the animal for GET /v1/pets/{petId}.
+// getPet reads the pet for GET /v1/pets/{petId}.
 func (a *api) getPet(r *http.Request) (response, error) {
 	id, ok := parseInt(r.PathValue("petId"))
 	if !ok {
 		return response{}, errNotFound
 	}
-	animal, err := a.store.get(id)
+	p, err := a.store.get(id)
 	if err != nil {
 		return response{}, err
 	}
-	return response{body: encode(animal)}, nil
+	return response{body: encode(p)}, nil
 }
 
-// getHealth answers GET /healthz: 200 if the files of the database are in their places and it can
-// be read, else 503.
+// getHealth answers GET /healthz: 200 if the database is in its place and can be read, else 503.
 func (a *api) getHealth(x *exchange) error {
 	if err := a.store.checkHealth(); err != nil {
 		return err
@@ -153,11 +147,26 @@ func getOpenAPI(x *exchange) error {
 	return nil
 }
 
+// deprecatedHeader is in every response of the deprecated operation.
+var deprecatedHeader = http.Header{
+	"Deprecation": {"@1795132800"},                   // RFC 9745: 20 November 2026
+	"Sunset":      {"Thu, 05 Dec 2030 00:00:00 GMT"}, // RFC 8594
+	"Link":        {`</v1/pets>; rel="successor-version"`},
+}
+
+// deprecated marks every response of next as one of a deprecated operation, which will be removed.
+func deprecated(next handler) handler {
+	return func(x *exchange) error {
+		maps.Copy(x.w.Header(), deprecatedHeader)
+		return next(x)
+	}
+}
+
 // methodNotAllowed answers a request for a known path with a method other than the allowed
 // ones.
 func methodNotAllowed(allowed string) handler {
 	return func(x *exchange) error {
-		x.Header().Set("Allow", allowed)
+		x.w.Header().Set("Allow", allowed)
 		return newError(http.StatusMethodNotAllowed, "this path allows only %s", allowed)
 	}
 }
@@ -173,122 +182,101 @@ type response struct {
 	link string // the Link header, "" for none
 }
 
-// cached answers with what read returns, and keeps it until the database changes. (The watcher
-// notices changes by other programs within watchInterval.) The response must depend on the URL
-// alone.
+// cached answers with what read returns, and keeps that for later requests, until the generation of
+// the store changes. The response must depend on the URL alone.
 func (a *api) cached(read func(r *http.Request) (response, error)) handler {
 	return func(x *exchange) error {
-		// Counted before the read, so that the response may be newer than its count, but never older.
-		changes := a.store.changes()
-		resp, err := a.cache.get(x.r.URL.RequestURI(), changes, func() (response, error) {
-			return read(x.r)
-		})
-		if err != nil {
-			return err
+		url := x.r.URL.RequestURI()
+		generation := a.store.generation.Load() // before the read: what it reads is not older
+		resp, found := a.cache.get(url, generation)
+		if !found {
+			var err error
+			resp, err = read(x.r)
+			if err != nil {
+				return err
+			}
+			a.cache.put(url, generation, resp)
 		}
+
 		if resp.link != "" {
-			x.Header().Set("Link", resp.link)
+			x.w.Header().Set("Link", resp.link)
 		}
 		x.send(http.StatusOK, resp.body)
 		return nil
 	}
 }
 
-// cache holds the responses that were read since the last change of the database. It makes repeated
-// requests for a page twice as fast. Its zero value is an empty cache.
+// cache holds the responses of one generation of the store (BenchmarkCachedPage and BenchmarkPages
+// show what that gains). Its zero value is an empty cache.
 type cache struct {
-	mu      sync.Mutex
-	changes int64                  // of the database, as counted before the responses were read
-	size    int                    // of the entries, in bytes, roughly
-	entries map[string]*cacheEntry // by URL
+	mu         sync.Mutex
+	generation int64               // store.generation before the responses were read
+	responses  map[string]response // by URL
+	size       int                 // of all responses, in bytes, roughly
 }
 
-// cacheEntry is a response, or the error of the attempt to read it, once that has ended.
-type cacheEntry struct {
-	read sync.Once
-	resp response
-	err  error
-}
-
-// get returns the response for url if it was read when there had been this many changes of the
-// database, or more. Otherwise, it calls read. Concurrent calls for one url share one read, also
-// its error; later calls read again after an error.
-func (c *cache) get(url string, changes int64, read func() (response, error)) (response, error) {
-	e := c.entry(url, changes)
-	e.read.Do(func() {
-		e.err = errors.New("the read has panicked") // unless it returns
-		defer c.settle(url, e)
-		e.resp, e.err = read()
-	})
-	return e.resp, e.err
-}
-
-// entry returns the entry for url, which may be a new one. It empties the cache if the database has
-// changed, or if the cache is full.
-func (c *cache) entry(url string, changes int64) *cacheEntry {
+// get returns the response for url, if there is one of this generation, or a newer one.
+func (c *cache) get(url string, generation int64) (resp response, found bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 
-	if c.entries == nil || c.changes < changes || c.size > maxCache {
-		c.entries = map[string]*cacheEntry{}
-		c.changes = changes
-		c.size = 0
+	if c.generation < generation {
+		return response{}, false
 	}
-	e, found := c.entries[url]
-	if !found {
-		e = &cacheEntry{}
-		c.entries[strings.Clone(url)] = e // url may be part of a longer string in memory
-	}
-	return e
+	resp, found = c.responses[url]
+	return resp, found
 }
 
-// settle counts the size of e, or, after an error, removes it, so that the next request reads again.
-func (c *cache) settle(url string, e *cacheEntry) {
+// put adds the response for url. It first empties the cache if that is of an older generation, or
+// full.
+func (c *cache) put(url string, generation int64, resp response) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 
-	if c.entries[url] != e {
-		return // the cache was emptied meanwhile
-	}
-	if e.err != nil {
-		delete(c.entries, url)
+	if generation < c.generation {
 		return
 	}
-	const overhead = 300 // bytes that an entry takes beside its texts
-	c.size += overhead + len(url) + len(e.resp.body)
+	if c.responses == nil || c.generation < generation || c.size > maxCache {
+		c.generation = generation
+		c.responses = map[string]response{}
+		c.size = 0
+	}
+	const overhead = 300                   // bytes that a response takes beside its texts
+	c.responses[strings.Clone(url)] = resp // url may be part of a longer string in memory
+	c.size += overhead + len(url) + len(resp.body)
 }
 
-// parseFilter parses the query of a list. It refuses what it does not know, so that a typo
-// cannot list other animals.
+// parseFilter parses the query of a list. It refuses what it does not know, so that a typo cannot
+// list other pets.
 func parseFilter(rawQuery string) (query url.Values, f filter, err error) {
-	var wrong faults
+	var v validator
 	f.limit = defaultLimit
 
 	query, err = url.ParseQuery(rawQuery)
-	wrong.require(err == nil, "the query string is malformed")
+	v.check(err == nil, "the query string is malformed")
 
 	for _, name := range slices.Sorted(maps.Keys(query)) {
-		wrong.require(len(query[name]) == 1, quotedVerb+" must not be repeated", name)
+		v.check(len(query[name]) == 1, "%s must not be repeated", quote(name))
 		value := query[name][0]
 		n, isInt := parseInt(value)
 
 		switch name {
 		case "limit":
 			f.limit = int(n)
-			wrong.require(isInt && n >= 1 && n <= maxLimit,
+			v.check(isInt && n >= 1 && n <= maxLimit,
 				"limit must be an integer from 1 to %d", maxLimit)
 		case "status":
 			f.status = value
-			wrong.require(slices.Contains(petStatuses, value), statusRule)
+			v.checkStatus(value)
 		case "after":
 			f.after = n
-			wrong.require(isInt && n >= 0,
+			v.check(isInt && n >= 0,
 				"after must be the last id of a page, an integer from 0 to %d", int64(math.MaxInt64))
 		default:
-			wrong.add("unknown parameter "+quotedVerb, name)
+			v.fail("unknown parameter %s", quote(name))
 		}
 	}
-	return query, f, wrong.err()
+	return query, f, v.err()
 }
 
 // parseInt parses a decimal int64. It refuses forms such as +1, 01 and -0.
@@ -306,7 +294,7 @@ func checkContentType(values []string) error {
 	mediaType, _, err := mime.ParseMediaType(value)
 	if len(values) > 1 || err != nil || mediaType != "application/json" {
 		return newError(http.StatusUnsupportedMediaType,
-			"Content-Type must be application/json, not "+quotedVerb, value)
+			"Content-Type must be application/json, not %s", quote(value))
 	}
 	return nil
 }
@@ -326,9 +314,7 @@ func parseIdempotencyKey(values []string) (string, error) {
 
 // readBody returns the body of the request, or an apiError: 413, 408 or 400.
 func readBody(x *exchange) ([]byte, error) {
-	// MaxBytesReader must get the ResponseWriter of net/http, not x, to close the connection
-	// after too large a body.
-	body, err := io.ReadAll(http.MaxBytesReader(x.ResponseWriter, x.r.Body, maxBody))
+	body, err := io.ReadAll(http.MaxBytesReader(x.w, x.r.Body, maxBody))
 	_, tooLarge := errors.AsType[*http.MaxBytesError](err)
 	switch {
 	case tooLarge:
@@ -354,46 +340,47 @@ func parseNewPet(body []byte) (newPet, error) {
 		return p, err
 	}
 
-	var wrong faults
+	var v validator
 	seen := map[string]bool{}
 	for members.More() {
-		name, value := nextMember(members)
-		wrong.require(!seen[name], quotedVerb+" must not be repeated", name)
+		name, value, err := nextMember(members)
+		if err != nil {
+			return p, err
+		}
+		v.check(!seen[name], "%s must not be repeated", quote(name))
 		seen[name] = true
 
 		var ok bool
 		switch name {
 		case "name":
 			p.Name, ok = parseName(value)
-			wrong.require(ok, "name must be a string of 1 to %d characters, not all white space, "+
+			v.check(ok, "name must be a string of 1 to %d characters, not all white space, "+
 				"without U+0000, U+FFFD or unpaired surrogates", maxName)
 		case "categoryId":
 			p.CategoryID, ok = parseInt(string(value))
-			wrong.require(ok, "categoryId must be an integer from %d to %d, "+
+			v.check(ok, "categoryId must be an integer from %d to %d, "+
 				"with no fraction, exponent or quotes", int64(math.MinInt64), int64(math.MaxInt64))
 		case "status":
 			p.Status = unquote(value)
-			wrong.require(slices.Contains(petStatuses, p.Status), statusRule)
+			v.checkStatus(p.Status)
 		default:
-			wrong.add("unknown member "+quotedVerb, name)
+			v.fail("unknown member %s", quote(name))
 		}
 	}
 
-	wrong.require(seen["name"], "name is required")
-	wrong.require(seen["categoryId"], "categoryId is required")
-	return p, wrong.err()
+	v.check(seen["name"], "name is required")
+	v.check(seen["categoryId"], "categoryId is required")
+	return p, v.err()
 }
 
 // openObject returns a Decoder that has read the opening brace of the one JSON object in body.
-// All that it reads later is valid.
 func openObject(body []byte) (*json.Decoder, error) {
 	if !utf8.Valid(body) {
 		return nil, newError(http.StatusBadRequest, "the body must be UTF-8")
 	}
 	err := json.Unmarshal(body, new(json.RawMessage)) // a Decoder would stop after one value
-	if syntax, ok := errors.AsType[*json.SyntaxError](err); ok {
-		return nil, newError(http.StatusBadRequest,
-			"the body must be one JSON object: %v, at byte %d", syntax, syntax.Offset)
+	if err != nil {
+		return nil, newError(http.StatusBadRequest, "the body must be one JSON object: %v", err)
 	}
 
 	d := json.NewDecoder(bytes.NewReader(body))
@@ -403,12 +390,15 @@ func openObject(body []byte) (*json.Decoder, error) {
 	return d, nil
 }
 
-// nextMember returns the next member of an object of valid JSON.
-func nextMember(d *json.Decoder) (name string, value json.RawMessage) {
-	token, _ := d.Token()
+// nextMember returns the next member of an object.
+func nextMember(d *json.Decoder) (name string, value json.RawMessage, err error) {
+	token, err := d.Token()
+	if err != nil {
+		return "", nil, err
+	}
 	name, _ = token.(string)
-	d.Decode(&value)
-	return name, value
+	err = d.Decode(&value)
+	return name, value, err
 }
 
 // unquote returns the string that a valid JSON value stands for, or "" if it is not a string.
@@ -428,30 +418,42 @@ func parseName(value []byte) (name string, ok bool) {
 	return name, !blank && !tooLong && !strings.ContainsAny(name, "\x00\ufffd")
 }
 
-// faults collects everything that is wrong with a request, so that the client can correct it all
-// at once.
-type faults []string
-
-// add adds a fault.
-func (f *faults) add(format string, args ...any) {
-	*f = append(*f, fmt.Sprintf(format, args...))
+// quote returns the first 64 characters of what a client sent, in quotes, for an error message.
+func quote(s string) string {
+	return fmt.Sprintf("%.64q", s)
 }
 
-// require adds a fault unless ok is true.
-func (f *faults) require(ok bool, format string, args ...any) {
+// validator collects everything that is wrong with a request, so that the client can correct it all
+// at once.
+type validator struct{ faults []string }
+
+// check adds a fault unless ok is true.
+func (v *validator) check(ok bool, format string, args ...any) {
 	if !ok {
-		f.add(format, args...)
+		v.fail(format, args...)
 	}
 }
 
-// err returns nil if there are no faults, else a 400 that lists them: if there are many, the
-// first maxFaults and a count.
-func (f faults) err() error {
-	if len(f) == 0 {
+// checkStatus adds a fault unless status is one of petStatuses.
+func (v *validator) checkStatus(status string) {
+	v.check(slices.Contains(petStatuses, status),
+		"status must be one of %s", strings.Join(petStatuses, ", "))
+}
+
+// fail adds a fault.
+func (v *validator) fail(format string, args ...any) {
+	v.faults = append(v.faults, fmt.Sprintf(format, args...))
+}
+
+// err returns nil if there are no faults, else a 400 that lists them: if there are many, the first
+// maxFaults and a count.
+func (v *validator) err() error {
+	if len(v.faults) == 0 {
 		return nil
 	}
-	if more := len(f) - maxFaults; more > 0 {
-		f = append(f[:maxFaults], fmt.Sprintf("and %d more", more))
+	listed := v.faults
+	if more := len(listed) - maxFaults; more > 0 {
+		listed = append(listed[:maxFaults], fmt.Sprintf("and %d more", more))
 	}
-	return newError(http.StatusBadRequest, "%s", strings.Join(f, "; "))
+	return newError(http.StatusBadRequest, "%s", strings.Join(listed, "; "))
 }

@@ -1,23 +1,20 @@
-// Animalstore keeps a shop's catalogue of animals and serves it as JSON over HTTP. In paths, SQL
-// and types, an animal is a pet.
+// Animalstore keeps a shop's catalogue of animals and serves it as JSON over HTTP. In the code, as
+// in paths and SQL, an animal is a pet.
 //
 // Read handlers.go next: it has the routes, and a handler for each. server.go calls the handlers,
 // and sends and logs the responses. auth.go checks API keys, store.go keeps the animals in SQLite,
 // and errors.go has the errors that clients see.
 //
-// The operations on animals need little code. Most of the code keeps these promises:
-//   - A 201 means that the animal is on disk. Group commit makes that fast (committer in store.go).
+// The operations need little code. Most of the code keeps these promises:
+//   - A 201 means that the pet is on disk. Group commit makes that fast (batch in store.go).
 //   - A client can repeat a request safely, with an Idempotency-Key.
-//   - The operator may read and change the database with other programs while the service runs, and
-//     sees the changes in lists within a second (cache in handlers.go, watcher in store.go).
-//   - If somebody moves or deletes a file of the database, the watcher stops creates within 250 ms,
-//     and saves what was created meanwhile.
-//   - No single request can hold up others, or take unlimited memory or log space: the limits stand
-//     at the top of server.go and handlers.go.
+//   - The operator may read and change the database with other programs while the service runs.
+//     Lists show the changes within a second (cache in handlers.go, watch in store.go).
+//   - No request can hold up others, or take unlimited memory: the limits stand at the top of
+//     server.go and handlers.go.
 package main
 
 import (
-	"bytes"
 	"context"
 	"crypto/rand"
 	"crypto/tls"
@@ -31,15 +28,10 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime/debug"
-	"strings"
 	"syscall"
-	"time"
 )
 
 func main() {
-	if os.Getenv("GOGC") == "" {
-		debug.SetGCPercent(200) // the heap is only a few MiB, and this saves 5 to 8 % of the CPU
-	}
 	signal.Ignore(syscall.SIGPIPE) // a log that nobody reads any more must not end the process
 
 	// The stop function is never called, so later signals change nothing: a terminal and a service
@@ -52,9 +44,8 @@ func main() {
 // run does what the command line says, until ctx is cancelled. lookupEnv is os.LookupEnv or a
 // replacement.
 //
-// It reports an error in one line on stderr, unless nobody reads that, and returns the exit status:
-// 0 if there is no error, 2 if the command line is wrong, and 1 after any other error. (A panic in
-// the store ends the program with 2, too, as any Go panic does.)
+// It reports an error on stderr, and returns the exit status: 0 if there is none, 2 if the command
+// line is wrong, and 1 after any other error.
 func run(
 	ctx context.Context,
 	args []string,
@@ -84,20 +75,17 @@ func run(
 	}
 
 	c.apiKeys, c.apiKeysSet = lookupEnv("API_KEYS")
-	lines := newLogWriter(stderr)
-	defer lines.close()
-	logger := slog.New(slog.NewTextHandler(lines, nil))
+	logger := slog.New(slog.NewTextHandler(stderr, nil))
 	if err := runService(ctx, c, logger); err != nil {
-		fail(lines, err)
+		fail(stderr, err)
 		return 1
 	}
 	return 0
 }
 
-// fail reports err in one line on w.
-func fail(w io.Writer, err error) {
-	oneLine := strings.Join(strings.Fields(err.Error()), " ") // file names may contain line breaks
-	fmt.Fprintln(w, "animalstore:", oneLine)
+// fail reports err on stderr.
+func fail(stderr io.Writer, err error) {
+	fmt.Fprintln(stderr, "animalstore:", err)
 }
 
 // config holds the settings: the command-line flags, and the environment variable API_KEYS.
@@ -208,7 +196,7 @@ func runService(ctx context.Context, c config, logger *slog.Logger) error {
 		"version", buildVersion(),
 	)
 
-	serveErr := newServer(routes(st, k), logger).serve(ctx, ln)
+	serveErr := newAPI(st, k, logger).serve(ctx, ln)
 	closeErr := st.close()
 	if err := errors.Join(serveErr, closeErr); err != nil {
 		return err
@@ -238,64 +226,4 @@ func listen(c config) (ln net.Listener, scheme string, err error) {
 		return ln, "http://", nil
 	}
 	return tls.NewListener(ln, &tlsConfig), "https://", nil
-}
-
-// logWriter is an io.Writer that never blocks, so that a stalled log cannot hold up requests: a
-// goroutine writes the lines. If its queue is full, lines are lost.
-type logWriter struct {
-	lines   chan []byte
-	closing chan struct{} // closed by close
-	done    chan struct{} // closed when all is written
-}
-
-func newLogWriter(w io.Writer) *logWriter {
-	l := &logWriter{
-		lines:   make(chan []byte, 1024),
-		closing: make(chan struct{}),
-		done:    make(chan struct{}),
-	}
-	go l.writeLines(w)
-	return l
-}
-
-// Write queues a line.
-func (l *logWriter) Write(line []byte) (int, error) {
-	select {
-	case l.lines <- bytes.Clone(line):
-	default:
-	}
-	return len(line), nil
-}
-
-// writeLines writes the queued lines to w until l is closed. It collects those of a millisecond in
-// one write: a system call for each line would take CPU time from requests.
-func (l *logWriter) writeLines(w io.Writer) {
-	defer close(l.done)
-	for {
-		select {
-		case line := <-l.lines:
-			w.Write(l.appendQueued(line))
-			time.Sleep(time.Millisecond)
-		case <-l.closing:
-			w.Write(l.appendQueued(nil))
-			return
-		}
-	}
-}
-
-// appendQueued appends all lines of the queue to batch.
-func (l *logWriter) appendQueued(batch []byte) []byte {
-	for range len(l.lines) {
-		batch = append(batch, <-l.lines...)
-	}
-	return batch
-}
-
-// close waits until the queued lines are written, but no longer than a second.
-func (l *logWriter) close() {
-	close(l.closing)
-	select {
-	case <-l.done:
-	case <-time.After(time.Second):
-	}
 }

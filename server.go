@@ -42,24 +42,16 @@ const (
 	drainTime    = 250 * time.Millisecond
 	shutdownTime = 5 * time.Second
 
-	// In the log, what a client can choose is cut to this many bytes.
-	maxLoggedField = 1 << 10 // of a path or a method
-	maxLoggedLine  = 256     // of a line of net/http
+	// maxLogged is the longest path, method or report of net/http in the log, in bytes.
+	maxLogged = 1 << 10
 )
 
-// Headers of every response, and those that every response of the deprecated operation adds.
-var (
-	commonHeader = http.Header{
-		"Cache-Control":          {"no-store"},
-		"Content-Type":           {"application/json"},
-		"X-Content-Type-Options": {"nosniff"},
-	}
-	deprecatedHeader = http.Header{
-		"Deprecation": {"@1795132800"},                   // RFC 9745: 20 November 2026
-		"Sunset":      {"Thu, 05 Dec 2030 00:00:00 GMT"}, // RFC 8594
-		"Link":        {`</v1/pets>; rel="successor-version"`},
-	}
-)
+// commonHeader is in every response.
+var commonHeader = http.Header{
+	"Cache-Control":          {"no-store"},
+	"Content-Type":           {"application/json"},
+	"X-Content-Type-Options": {"nosniff"},
+}
 
 // handler answers the request of x with x.send, and returns nil, or it returns the error to answer
 // with.
@@ -67,7 +59,7 @@ type handler func(x *exchange) error
 
 // exchange is one request with its response, and what the log will say about them.
 type exchange struct {
-	http.ResponseWriter
+	w      http.ResponseWriter // for headers; send writes the response
 	r      *http.Request
 	server *server
 
@@ -80,21 +72,24 @@ type exchange struct {
 
 // server answers requests with its handlers. It is an http.Handler.
 type server struct {
-	routes   map[string]handler // by pattern of ServeMux
-	mux      *http.ServeMux     // of all routes
+	mux      *http.ServeMux
+	fallback handler // for requests that no route matches
 	logger   *slog.Logger
 	draining atomic.Bool // set during a stop: every response closes its connection
 }
 
-// newServer returns a server with these routes. One of them must be "/", which answers whatever
-// the others do not match.
-func newServer(routes map[string]handler, logger *slog.Logger) *server {
-	s := &server{routes: routes, mux: http.NewServeMux(), logger: logger}
-	for pattern, h := range routes {
-		s.mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
-			s.answer(w, r, h)
-		})
+// newServer returns a server with these routes, by pattern of ServeMux. The fallback answers the
+// requests that no route matches, because ServeMux's own 404 would not be JSON.
+func newServer(routes map[string]handler, fallback handler, logger *slog.Logger) *server {
+	s := &server{mux: http.NewServeMux(), fallback: fallback, logger: logger}
+	handle := func(pattern string, h handler) {
+		s.mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) { s.answer(w, r, h) })
 	}
+
+	for pattern, h := range routes {
+		handle(pattern, h)
+	}
+	handle("/", fallback)
 	return s
 }
 
@@ -103,7 +98,7 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	// ServeMux would redirect //v1/pets to /v1/pets. Such paths are unknown here.
 	p := r.URL.EscapedPath()
 	if !strings.HasPrefix(p, "/") || path.Clean(p) != p {
-		s.answer(w, r, s.routes["/"])
+		s.answer(w, r, s.fallback)
 		return
 	}
 	s.mux.ServeHTTP(w, r)
@@ -111,9 +106,9 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // answer answers a request with h, or with the error that h returns, and logs it.
 func (s *server) answer(w http.ResponseWriter, r *http.Request, h handler) {
-	x := &exchange{ResponseWriter: w, r: r, server: s, start: time.Now(), id: rand.Text()}
-	maps.Copy(x.Header(), commonHeader)
-	x.Header().Set("X-Request-Id", x.id)
+	x := &exchange{w: w, r: r, server: s, start: time.Now(), id: rand.Text()}
+	maps.Copy(x.w.Header(), commonHeader)
+	x.w.Header().Set("X-Request-Id", x.id)
 
 	err := callHandler(h, x)
 	if err != nil {
@@ -122,9 +117,8 @@ func (s *server) answer(w http.ResponseWriter, r *http.Request, h handler) {
 	x.log(err)
 }
 
-// callHandler calls h. It returns a panic as an error with the stack.
-//
-// A panic of the store never comes this far: see exitOnPanic.
+// callHandler calls h. It returns a panic as an error with the stack. A panic in the store never
+// comes this far: see exitOnPanic.
 func callHandler(h handler, x *exchange) (err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -134,26 +128,17 @@ func callHandler(h handler, x *exchange) (err error) {
 	return h(x)
 }
 
-// deprecated marks every response of next as one of a deprecated operation, which will be removed.
-func deprecated(next handler) handler {
-	return func(x *exchange) error {
-		maps.Copy(x.Header(), deprecatedHeader)
-		return next(x)
-	}
-}
-
 // send sends a response, whose body is JSON.
 func (x *exchange) send(status int, body []byte) {
 	x.status = status
-	x.Header().Set("Content-Length", strconv.Itoa(len(body)))
+	x.w.Header().Set("Content-Length", strconv.Itoa(len(body)))
 	if x.server.draining.Load() {
-		x.Header().Set("Connection", "close")
+		x.w.Header().Set("Connection", "close")
 	}
 
-	x.WriteHeader(status)
+	x.w.WriteHeader(status)
 	if x.r.Method != http.MethodHead {
-		x.size = len(body)
-		x.Write(body) // an error means that the client is gone
+		x.size, _ = x.w.Write(body) // an error means that the client is gone
 	}
 }
 
@@ -164,7 +149,7 @@ func (x *exchange) sendError(err error) {
 		e = newError(http.StatusInternalServerError, "internal error")
 	}
 	if e.Status == http.StatusServiceUnavailable {
-		x.Header().Set("Retry-After", "1") // seconds
+		x.w.Header().Set("Retry-After", "1") // seconds
 	}
 	x.send(e.Status, encode(e))
 }
@@ -181,28 +166,27 @@ func encode(v any) []byte {
 
 // log logs the exchange, and the error of its handler unless it is nil.
 func (x *exchange) log(err error) {
-	line := slog.NewRecord(time.Now(), slog.LevelInfo, "request", 0)
-	line.AddAttrs(
+	attrs := []slog.Attr{
 		slog.String("id", x.id),
 		slog.String("client", x.r.RemoteAddr),
-		slog.String("method", cut(x.r.Method, maxLoggedField)),
-		slog.String("path", cut(x.r.URL.Path, maxLoggedField)),
+		slog.String("method", cut(x.r.Method, maxLogged)),
+		slog.String("path", cut(x.r.URL.Path, maxLogged)),
 		slog.Int("status", x.status),
 		slog.Int("bytes", x.size),
 		slog.Duration("duration", time.Since(x.start)),
-	)
+	}
 	if x.caller != (caller{}) {
-		line.AddAttrs(slog.String("key", hex.EncodeToString(x.caller[:4])))
+		attrs = append(attrs, slog.String("key_sha256", hex.EncodeToString(x.caller[:4])))
 	}
 	if err != nil {
-		line.AddAttrs(slog.Any("error", err))
-	}
-	if x.status >= http.StatusInternalServerError {
-		line.Level = slog.LevelError
+		attrs = append(attrs, slog.Any("error", err))
 	}
 
-	// A method of Logger would also look up the line of the source: 2 us of the 19 of a GET.
-	x.server.logger.Handler().Handle(context.Background(), line)
+	level := slog.LevelInfo
+	if x.status >= http.StatusInternalServerError {
+		level = slog.LevelError
+	}
+	x.server.logger.LogAttrs(context.Background(), level, "request", attrs...)
 }
 
 // cut returns at most the first n bytes of text.
@@ -249,12 +233,13 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	return nil
 }
 
-// httpLog is an io.Writer that logs what net/http reports, one line for each Write. It cuts the
-// lines, because clients can choose most of what they quote.
+// httpLog is an io.Writer that logs what net/http reports, one line for each Write.
+//
+// It cuts long lines before slog quotes them, which would take several times their size in memory:
+// anyone who can connect can cause one of 64 KB, with a TLS handshake.
 type httpLog struct{ logger *slog.Logger }
 
 func (l httpLog) Write(line []byte) (int, error) {
-	start := line[:min(len(line), maxLoggedLine)]
-	l.logger.Info(string(bytes.TrimSpace(start)))
+	l.logger.Info(string(bytes.TrimSpace(line[:min(len(line), maxLogged)])))
 	return len(line), nil
 }

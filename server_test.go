@@ -526,14 +526,13 @@ func TestPanicInAHandler(t *testing.T) {
 	t.Parallel()
 	var log bytes.Buffer
 	panics := true
-	s := &service{t: t, server: newServer(map[string]handler{
-		"/": func(x *exchange) error {
+	s := &service{t: t, server: newServer(nil,
+		func(x *exchange) error {
 			if panics {
 				panic("a mistake in the code")
 			}
 			return notFound(x)
-		},
-	}, slog.New(slog.NewTextHandler(&log, nil)))}
+		}, slog.New(slog.NewTextHandler(&log, nil)))}
 	s.client = client{t: t, send: s.respond}
 
 	a := s.get("/")
@@ -861,36 +860,6 @@ func (s *service) holdFirstRead() (reading, goOn chan struct{}) {
 	return reading, goOn
 }
 
-func TestRequestsShareOneRead(t *testing.T) {
-	withFakeClock(t, func(t *testing.T, s *service) {
-		const requests, animals = 100, 5
-		for range animals {
-			s.add("Rex", 7, "sold")
-		}
-		var read atomic.Int64 // animals
-		var sending, answered sync.WaitGroup
-		s.onRead(func() error {
-			read.Add(1)
-			sending.Wait() // until the other requests are on their way
-			return nil
-		})
-		time.Sleep(time.Second) // until the service has noticed what onRead changed
-
-		sending.Add(requests)
-		for range requests {
-			answered.Go(func() {
-				sending.Done()
-				s.get("/v1/pets").want(200, `"id":5,`)
-			})
-		}
-		answered.Wait()
-
-		if n := read.Load(); n != animals {
-			t.Errorf("%d requests for a page read %d animals, want %d", requests, n, animals)
-		}
-	})
-}
-
 func TestErrorIsNotCached(t *testing.T) {
 	withFakeClock(t, func(t *testing.T, s *service) {
 		synctest.Wait() // until watch sleeps: a change would empty the cache
@@ -906,29 +875,6 @@ func TestErrorIsNotCached(t *testing.T) {
 			s.get(target).want(200, "Rex")
 		}
 	})
-}
-
-func TestPanicIsNotCached(t *testing.T) {
-	t.Parallel()
-	logger := slog.New(slog.NewTextHandler(t.Output(), nil))
-	st, err := openStore(filepath.Join(t.TempDir(), "animals.db"), logger)
-	must(t, err)
-	defer st.close()
-
-	panicked := false
-	read := func(*http.Request) (response, error) {
-		if !panicked {
-			panicked = true
-			panic("a mistake in the code")
-		}
-		return response{body: []byte("[]\n")}, nil
-	}
-	a := &api{store: st}
-	s := &service{t: t, server: newServer(map[string]handler{"/": a.cached(read)}, logger)}
-	s.client = client{t: t, send: s.respond}
-
-	s.get("/v1/pets").want(500, `"internal error"`)
-	s.get("/v1/pets").want(200, "[]")
 }
 
 // TestFailedReadsReleaseTheirConnections fails more reads than there are connections. A connection
@@ -1038,25 +984,6 @@ func TestCacheStaysSmall(t *testing.T) {
 				t.Errorf("%d requests: the heap grew by %d bytes, want 12 MiB at most", c.requests, grown)
 			}
 		})
-	}
-}
-
-// TestCacheOfSmallPagesStaysSmall uses the cache alone, because it takes very many small pages.
-func TestCacheOfSmallPagesStaysSmall(t *testing.T) {
-	const pages = 100_000
-	var c cache
-	before := heapInUse()
-
-	for i := range pages {
-		c.get(fmt.Sprint("/v1/pets?after=", i), 1, func() (response, error) {
-			return response{body: []byte("[]\n")}, nil
-		})
-	}
-
-	grown := heapInUse() - before
-	runtime.KeepAlive(&c)
-	if grown > 16<<20 {
-		t.Errorf("%d small pages: the heap grew by %d bytes, want 16 MiB at most", pages, grown)
 	}
 }
 
@@ -1187,8 +1114,8 @@ func TestBodyThatIsNoObject(t *testing.T) {
 
 	const rule = "the body must be one JSON object"
 	cases := []struct{ name, body, want string }{
-		{name: "nothing", body: "", want: rule + ": unexpected end of JSON input, at byte 0"},
-		{name: "white space", body: " ", want: rule + ": unexpected end of JSON input, at byte 1"},
+		{name: "nothing", body: "", want: rule + ": unexpected end of JSON input"},
+		{name: "white space", body: " ", want: rule + ": unexpected end of JSON input"},
 		{name: "null", body: "null", want: rule},
 		{name: "an array", body: `["name","Rex","categoryId",7]`, want: rule},
 		{name: "an array of one object", body: "[" + rex + "]", want: rule},
@@ -1196,22 +1123,22 @@ func TestBodyThatIsNoObject(t *testing.T) {
 		{
 			name: "half an object",
 			body: `{"name":"x","categoryId":1 `,
-			want: rule + ": unexpected end of JSON input, at byte 27",
+			want: rule + ": unexpected end of JSON input",
 		},
 		{
 			name: "a trailing comma",
 			body: `{"name":"x","categoryId":1,}`,
-			want: rule + ": invalid character '}' looking for beginning of object key string, at byte 28",
+			want: rule + ": invalid character '}' looking for beginning of object key string",
 		},
 		{
 			name: "two objects",
 			body: rex + "{}",
-			want: rule + ": invalid character '{' after top-level value, at byte 30",
+			want: rule + ": invalid character '{' after top-level value",
 		},
 		{
 			name: "a number with a leading zero",
 			body: `{"name":"x","categoryId":01}`,
-			want: rule + ": invalid character '1' after object key:value pair, at byte 27",
+			want: rule + ": invalid character '1' after object key:value pair",
 		},
 		{name: "invalid UTF-8", body: "{\"name\":\"\xff\",\"categoryId\":1}", want: "the body must be UTF-8"},
 		{name: "an encoded surrogate", body: "{\"name\":\"\xed\xa0\x80\"}", want: "the body must be UTF-8"},
@@ -1640,7 +1567,7 @@ func (s *service) createWhileLocked(count int, name string) (statuses map[int]in
 func TestLogOfARequest(t *testing.T) {
 	t.Parallel()
 
-	const key = " key=62af8704" // the first bytes of the SHA-256 sum of testKey
+	const key = " key_sha256=62af8704" // the first bytes of the SHA-256 sum of testKey
 	long := strings.Repeat("x", 1024)
 	cases := []struct {
 		name     string
@@ -1679,7 +1606,7 @@ func TestLogOfARequest(t *testing.T) {
 			headers: []string{"Authorization: Bearer guess"},
 			status:  401,
 			has:     []string{"level=INFO", ` error="a valid API key is required`},
-			not:     []string{"guess", "key="},
+			not:     []string{"guess", "key_sha256="},
 		},
 		{
 			name:    "a line break in the path",
@@ -1784,143 +1711,6 @@ func TestRequestIDsDiffer(t *testing.T) {
 
 	if a.header.Get("X-Request-Id") == b.header.Get("X-Request-Id") {
 		t.Errorf("two requests have the X-Request-Id %s", a.header.Get("X-Request-Id"))
-	}
-}
-
-func TestLogKeepsAllLines(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		var written bytes.Buffer
-		var want strings.Builder
-		log := newLogWriter(&written)
-
-		for i := range 3000 {
-			fmt.Fprintln(log, "line", i)
-			fmt.Fprintln(&want, "line", i)
-			if i%1000 == 999 {
-				time.Sleep(2 * time.Millisecond) // enough to write a thousand lines in one go
-			}
-		}
-		log.close()
-
-		if written.String() != want.String() {
-			t.Errorf("%d bytes were written, want %d: all lines in their order",
-				written.Len(), want.Len())
-		}
-	})
-}
-
-func TestLogIsWrittenAtOnce(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		var written bytes.Buffer
-		log := newLogWriter(&written)
-		defer log.close()
-
-		fmt.Fprintln(log, "line")
-		synctest.Wait()
-
-		if written.String() != "line\n" {
-			t.Errorf("%q was written, want the line", written.String())
-		}
-	})
-}
-
-// TestLogThatStalls writes more to a pipe than fits in the queue, and reads it only after close.
-func TestLogThatStalls(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		r, w := io.Pipe()
-		log := newLogWriter(w)
-		start := time.Now()
-
-		for i := range 5000 {
-			fmt.Fprintf(log, "line %04d\n", i)
-		}
-		if took := time.Since(start); took != 0 {
-			t.Errorf("5000 lines took %v, want no wait", took)
-		}
-		log.close()
-		if took := time.Since(start); took != time.Second {
-			t.Errorf("close took %v, want 1s", took)
-		}
-
-		time.AfterFunc(time.Second, func() { w.Close() })
-		text, err := io.ReadAll(r)
-		must(t, err)
-		lines := strings.Count(string(text), "\n")
-		if lines < 1024 || lines == 5000 {
-			t.Errorf("%d lines were written, want at least the 1024 of the queue, and not all", lines)
-		}
-		other := regexp.MustCompile(`line \d{4}\n`).ReplaceAllString(string(text), "")
-		if other != "" || !strings.HasPrefix(string(text), "line 0000\nline 0001\n") {
-			t.Errorf("want the first lines, and no others: %q, and %.40q", other, text)
-		}
-	})
-}
-
-func TestLogThatCannotBeWritten(t *testing.T) {
-	t.Parallel()
-	synctest.Test(t, func(t *testing.T) {
-		disk := &fullDisk{full: true}
-		log := newLogWriter(disk)
-
-		n, err := fmt.Fprintln(log, "lost")
-		synctest.Wait()
-		disk.full = false
-		fmt.Fprintln(log, "kept")
-		log.close()
-
-		if n != len("lost\n") || err != nil {
-			t.Errorf("the line that was lost: %d, %v; want %d and no error", n, err, len("lost\n"))
-		}
-		if disk.text != "kept\n" {
-			t.Errorf("%q was written, want only the line after the error", disk.text)
-		}
-	})
-}
-
-func TestServiceWithABrokenLog(t *testing.T) {
-	t.Parallel()
-	for _, c := range []struct {
-		name   string
-		broken func(p *process)
-	}{
-		{name: "nobody reads it", broken: func(*process) {}},
-		{name: "the other end of the pipe is closed", broken: func(p *process) { p.stderr.Close() }},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			t.Parallel()
-			p := start(t, filepath.Join(t.TempDir(), "animals.db"))
-			c.broken(p)
-
-			p.logMuch()
-			p.post(rex).want(201)
-			p.cmd.Process.Signal(syscall.SIGTERM)
-			p.cmd.Wait()
-
-			if status := p.cmd.ProcessState.ExitCode(); status != 0 {
-				t.Errorf("exit status %d, want 0", status)
-			}
-		})
-	}
-}
-
-// TestPanicWithAStalledLog checks that a panic of the store ends the program although nobody reads
-// the stack.
-func TestPanicWithAStalledLog(t *testing.T) {
-	t.Parallel()
-	file := filepath.Join(t.TempDir(), "animals.db")
-	p := start(t, file)
-	database{t, file}.exec(
-		"CREATE TRIGGER broken BEFORE INSERT ON pets BEGIN SELECT call('no function'); END")
-
-	p.logMuch()
-	a, err := p.try(httptest.NewRequest("POST", p.url+"/v1/pets", strings.NewReader(rex)))
-	p.cmd.Wait()
-
-	if status := p.cmd.ProcessState.ExitCode(); err == nil || status != 2 {
-		t.Errorf("POST /v1/pets = %d, exit status %d; want no response, 2", a.status, status)
 	}
 }
 
@@ -2241,11 +2031,6 @@ func TestUnreadableKeyFile(t *testing.T) {
 	}{
 		{name: "a missing file", file: dir + "/none", want: `none": open ` + dir + "/none: no such file"},
 		{name: "a folder", file: dir, want: `": read ` + dir + ": is a directory"},
-		{
-			name: "a name with a line break",
-			file: dir + "/a\nb",
-			want: `/a\nb": open ` + dir + "/a b: no such file",
-		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			o := runWith(t, dir, nil, "-keys", c.file)
@@ -2346,16 +2131,6 @@ var refused = []struct {
 		want:  "unable to open database file (14): it must be a file in an existing folder",
 	},
 	{
-		name:  "a link that leads nowhere",
-		shell: "rm animals.db; ln -s nowhere animals.db",
-		want:  "nowhere: no such file",
-	},
-	{
-		name:  "a link that leads to itself",
-		shell: "rm animals.db; ln -s animals.db animals.db",
-		want:  "too many links",
-	},
-	{
 		name:  "a database of another program",
 		shell: "rm animals.db",
 		sql:   "CREATE TABLE t (x)",
@@ -2408,11 +2183,6 @@ var refused = []struct {
 		name:  "a file of one byte beside a write-ahead log",
 		shell: "mv animals.db animals.db-wal; echo >animals.db",
 		want:  `animals.db-wal" is the write-ahead log of one`,
-	},
-	{
-		name:  "a link to an empty file beside a write-ahead log",
-		shell: "mv animals.db target-wal; : >target; ln -s target animals.db",
-		want:  `target-wal" is the write-ahead log of one`,
 	},
 }
 
@@ -2484,7 +2254,7 @@ func TestNothingToBackUp(t *testing.T) {
 		{
 			name:  "an empty file",
 			shell: ": >animals.db",
-			want:  `animals.db" is empty`,
+			want:  "the database is empty",
 		},
 		{
 			name:  "a damaged index",
@@ -2530,12 +2300,6 @@ func TestRefusedNamesOfBackups(t *testing.T) {
 			want:   `copy.db" exists already`,
 		},
 		{
-			name:   "a file beside a write-ahead log",
-			shell:  ": >copy.db-wal",
-			target: "copy.db",
-			want:   `copy.db-wal" exists already`,
-		},
-		{
 			name:   "a file in a missing folder",
 			shell:  "true",
 			target: "none/copy.db",
@@ -2573,25 +2337,6 @@ func TestPragmasOfTheWritingConnection(t *testing.T) {
 			}
 		})
 	}
-}
-
-// TestConnectionsAreOpenFromTheStart expects all connections before the first request: the one that
-// writes, those that read, and that of the watcher, which waits for no lock.
-func TestConnectionsAreOpenFromTheStart(t *testing.T) {
-	withFakeClock(t, func(t *testing.T, s *service) {
-		synctest.Wait() // until no connection is in use
-
-		var timeouts []string
-		for i := range s.connections() {
-			timeouts = append(timeouts, s.pragma(i, "busy_timeout"))
-		}
-
-		readers := max(4, runtime.GOMAXPROCS(0))
-		want := append(slices.Repeat([]string{"5000"}, 1+readers), "0")
-		if !slices.Equal(timeouts, want) {
-			t.Errorf("the busy timeouts of the connections are %s, want %s", timeouts, want)
-		}
-	})
 }
 
 func TestSchemaRefusesEdits(t *testing.T) {
@@ -2759,25 +2504,6 @@ func TestLinkToADatabase(t *testing.T) {
 	wantFiles(t, target, "animals.db", "animals.db-shm", "animals.db-wal")
 }
 
-// TestLinkIsFollowedOnce lets the link to the database lead to another one while the service runs.
-func TestLinkIsFollowedOnce(t *testing.T) {
-	withFakeClock(t, func(t *testing.T, other *service) {
-		first := newDatabaseIn(t, "true", "") + "/animals.db"
-		link := filepath.Join(t.TempDir(), "link.db")
-		must(t, os.Symlink(first, link))
-		s := openService(t, link)
-
-		must(t, os.Remove(link))
-		must(t, os.Symlink(other.file, link))
-		time.Sleep(time.Second) // until the service has looked at its files
-
-		s.get("/healthz").want(200)
-		s.add("Tom", 3, "sold")
-		database{t, first}.wantQuery("SELECT count(*) FROM pets WHERE name = 'Tom'", "1")
-		other.wantQuery("SELECT count(*) FROM pets", "0")
-	})
-}
-
 // A database that cannot be written or read.
 
 func TestFullDatabase(t *testing.T) {
@@ -2813,18 +2539,6 @@ func TestLockedDatabase(t *testing.T) {
 
 	unlock()
 	s.wantQuery("SELECT count(*) FROM pets", "1")
-	s.post(rex).want(201)
-}
-
-// TestTransactionLeftOpen expects that a create ends a transaction that was left open.
-func TestTransactionLeftOpen(t *testing.T) {
-	s := parallelService(t)
-	_, err := s.connections()[0].ExecContext(t.Context(), "BEGIN", nil)
-	must(t, err)
-
-	s.post(rex).want(503, "unavailable")
-
-	s.wantQuery("SELECT count(*) FROM pets", "0")
 	s.post(rex).want(201)
 }
 
@@ -3049,8 +2763,15 @@ func (ad *adder) add(p *process, i int64) error {
 }
 
 // addUntilKilled adds new animals from many clients, and kills the program.
-func (ad *adder) addUntilKilled(p *process) {
+func (ad *adder) addUntilKilled(p *process, first func()) {
 	before := ad.sent.Load()
+	logRead := make(chan struct{})
+	go func() { // a log that nobody reads stalls the service
+		defer close(logRead)
+		for p.lines.Scan() {
+		}
+	}()
+	first()
 	var clients sync.WaitGroup
 	for range 16 {
 		clients.Go(func() {
@@ -3060,8 +2781,9 @@ func (ad *adder) addUntilKilled(p *process) {
 	}
 
 	eventually(ad.t, "some animals are added", func() bool { return ad.sent.Load() > before+60 })
-	p.stop(syscall.SIGKILL)
+	p.cmd.Process.Kill()
 	clients.Wait()
+	<-logRead
 }
 
 // TestKilledProcessLosesNothing kills the program several times while clients add animals, and
@@ -3073,10 +2795,12 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 
 	for range 6 {
 		p := start(t, file)
-		for i := range ad.sent.Load() {
-			must(t, ad.add(p, i))
-		}
-		ad.addUntilKilled(p)
+		again := ad.sent.Load()
+		ad.addUntilKilled(p, func() {
+			for i := range again {
+				must(t, ad.add(p, i))
+			}
+		})
 	}
 
 	s := openService(t, file)
@@ -3093,115 +2817,6 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 
 // Migrations.
 
-// A process with this variable in its environment has one more migration: see withMigration.
-func init() {
-	if migration := os.Getenv("ANIMALSTORE_TEST_MIGRATION"); migration != "" {
-		migrations = append(migrations, migration)
-	}
-}
-
-// withMigration returns a command that runs the program on a database with one more migration.
-func withMigration(t testing.TB, file, migration string) *exec.Cmd {
-	t.Helper()
-	cmd := command(t, execSelf, "-db", file)
-	cmd.Env = append(cmd.Env, "ANIMALSTORE_TEST_MIGRATION="+migration)
-	return cmd
-}
-
-// countRuns is a migration that cannot run twice, and that counts how often it has changed an
-// animal.
-const countRuns = `ALTER TABLE pets ADD COLUMN age INTEGER;
-	UPDATE pets SET category_id = category_id + 1`
-
-func TestMigration(t *testing.T) {
-	t.Parallel()
-	db := closedDatabase(t, 3)
-
-	for range 2 { // the second start has nothing to migrate
-		p := startCommand(t, withMigration(t, db.file, countRuns))
-		p.get("/v1/pets").want(200, `"id":1,`, `"id":2,`, `"id":3,`)
-		p.stop(syscall.SIGTERM)
-	}
-
-	db.wantQuery("PRAGMA user_version", "2")
-	db.wantQuery(allIDs, "1,2,3")
-	db.wantQuery("SELECT group_concat(category_id) FROM pets", "2,2,2")
-	db.wantQuery("SELECT count(*) FROM pragma_table_info('pets') WHERE name = 'age'", "1")
-}
-
-func TestMigrationThatFails(t *testing.T) {
-	t.Parallel()
-	db := closedDatabase(t, 3)
-
-	cmd := withMigration(t, db.file, countRuns+"; DROP TABLE dogs")
-	wantRefused(t, cmd, filepath.Dir(db.file), "no such table: dogs")
-
-	p := start(t, db.file)
-	p.get("/v1/pets").want(200, `"id":1,`, `"id":2,`, `"id":3,"name":"Rex","categoryId":1`)
-	db.wantQuery("PRAGMA user_version", "1")
-}
-
-func TestNewerDatabase(t *testing.T) {
-	t.Parallel()
-	db := closedDatabase(t, 3)
-	startCommand(t, withMigration(t, db.file, countRuns)).stop(syscall.SIGTERM)
-
-	cmd := command(t, execSelf, "-db", db.file)
-	wantRefused(t, cmd, filepath.Dir(db.file), "a newer version of this service has written it")
-}
-
-// TestStartsAtOnce starts several processes on one database, with the same migration.
-func TestStartsAtOnce(t *testing.T) {
-	t.Parallel()
-	for _, c := range []struct {
-		name     string
-		db       func(t testing.TB) database
-		ids      string // in the end, after each process has added an animal
-		migrated string // how many animals were in the database when the migration ran
-	}{
-		{
-			name: "without a database",
-			db: func(t testing.TB) database {
-				return database{t, filepath.Join(t.TempDir(), "animals.db")}
-			},
-			ids:      "1,2,3,4",
-			migrated: "0",
-		},
-		{
-			name:     "on a database to migrate",
-			db:       func(t testing.TB) database { return closedDatabase(t, 3) },
-			ids:      "1,2,3,4,5,6,7",
-			migrated: "3",
-		},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			t.Parallel()
-			db := c.db(t)
-
-			processes := make([]*process, 4)
-			var started sync.WaitGroup
-			for i := range processes {
-				cmd := withMigration(t, db.file, countRuns)
-				started.Go(func() { processes[i] = startCommand(t, cmd) })
-			}
-			started.Wait()
-			if t.Failed() {
-				return
-			}
-
-			for _, p := range processes {
-				p.add("Tom", 0, "sold")
-			}
-			db.wantQuery(allIDs, c.ids)
-			db.wantQuery("SELECT count(*) FROM pets WHERE category_id = 2", c.migrated)
-			for _, p := range processes {
-				p.stop(syscall.SIGTERM)
-			}
-			db.wantQuery("PRAGMA integrity_check", "ok")
-		})
-	}
-}
-
 func TestStartWithNothingToMigrateWritesNothing(t *testing.T) {
 	t.Parallel()
 	db := closedDatabase(t, 3)
@@ -3216,335 +2831,7 @@ func TestStartWithNothingToMigrateWritesNothing(t *testing.T) {
 	}
 }
 
-// TestStartOnAFullDisk starts the program on a disk that was full when it was killed.
-func TestStartOnAFullDisk(t *testing.T) {
-	t.Parallel()
-	db := database{t, filepath.Join(t.TempDir(), "animals.db")}
-	p := start(t, db.file)
-	db.addMany(2000, strings.Repeat("x", 255)) // the log is larger than the limit below
-	p.stop(syscall.SIGKILL)
-
-	const index = 32 // KiB, the size of the index of the log, which each first connection makes
-	p = startCommand(t, command(t, limitFiles(index), "-db", db.file))
-
-	p.get("/v1/pets?after=1999").want(200, `"id":2000`)
-	p.get("/healthz").want(200)
-	p.post(rex).want(500, "internal")
-	p.stop(syscall.SIGKILL)
-	db.wantQuery("SELECT count(*) FROM pets", "2000")
-	db.wantQuery("PRAGMA integrity_check", "ok")
-}
-
-// TestKilledMigration kills the program in the middle of a migration that has written much.
-func TestKilledMigration(t *testing.T) {
-	t.Parallel()
-	const endless = `UPDATE pets SET name = 'changed'; CREATE TABLE junk (bytes);
-		WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)
-		INSERT INTO junk SELECT zeroblob(4000) FROM n`
-	for _, c := range []struct {
-		name string
-		db   func(t testing.TB) database
-		ids  string // in the end, after another animal was added
-		says string // in the log of the next start
-	}{
-		{
-			name: "of a new database",
-			db: func(t testing.TB) database {
-				return database{t, filepath.Join(t.TempDir(), "animals.db")}
-			},
-			ids:  "1",
-			says: "the database is new and empty",
-		},
-		{
-			name: "of a database with animals",
-			db:   func(t testing.TB) database { return closedDatabase(t, 3) },
-			ids:  "1,2,3,4",
-			says: "msg=started",
-		},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			t.Parallel()
-			db := c.db(t)
-
-			cmd := withMigration(t, db.file, endless)
-			must(t, cmd.Start())
-			eventually(t, "the migration writes", func() bool { return folderSize(t, db) > 1_000_000 })
-			must(t, cmd.Process.Kill())
-			cmd.Wait()
-
-			p := start(t, db.file)
-			p.add("Rex", 1, "sold")
-			if log := p.log.String(); !strings.Contains(log, c.says) {
-				t.Errorf("the log has no %q: %s", c.says, log)
-			}
-			db.wantQuery(allIDs, c.ids)
-			db.wantQuery("SELECT count(*) FROM pets WHERE name <> 'Rex'", "0")
-			db.wantQuery("SELECT count(*) FROM sqlite_schema WHERE name = 'junk'", "0")
-			db.wantQuery("PRAGMA integrity_check", "ok")
-		})
-	}
-}
-
 // The files of the database.
-
-// The advice that the service logs when a file of its database is not in its place, in this order.
-const (
-	notYet   = "do not restart it yet"
-	logInUse = "end all other programs that use the database: the write-ahead log is in use"
-	newFile  = "another program has begun a new write-ahead log or index"
-	logSaved = "the write-ahead log is saved"
-)
-
-// slip is a mistake with the files of a running service. There are five animals, all still in the
-// write-ahead log, and a backup with the first three, the file "copy".
-type slip struct {
-	name     string
-	before   string   // SQL that another program runs before the slip: it holds a transaction
-	commands string   // the slip: shell commands in the folder of the files
-	after    string   // SQL that another program runs before the service looks
-	moved    string   // the file that the service names
-	advice   []string // what the log says, in this order
-	end      string   // SQL that ends the transaction, before the last advice
-	refused  string   // what the next start says, if it is refused
-	mend     string   // shell commands after which a start is not refused
-	isNew    bool     // the start warns that the database is new
-	ids      string   // in the end, after one more animal was added
-	away     string   // the ids in the file "away"
-}
-
-// addTom is an edit by another program.
-const addTom = "INSERT INTO pets (name, category_id) VALUES ('Tom', 8)"
-
-var slips = []slip{
-	{
-		name:     "the log is deleted",
-		commands: "rm animals.db-wal",
-		moved:    "animals.db-wal",
-		advice:   []string{notYet, logSaved},
-		ids:      "1,2,3,4,5,6",
-	},
-	{
-		name:     "the log is deleted beside a reader",
-		before:   "BEGIN; SELECT * FROM pets",
-		commands: "rm animals.db-wal",
-		moved:    "animals.db-wal",
-		advice:   []string{notYet, logInUse, logSaved},
-		end:      "COMMIT",
-		ids:      "1,2,3,4,5,6",
-	},
-	{
-		name:     "the log is deleted beside a writer",
-		before:   "BEGIN IMMEDIATE; " + addTom,
-		commands: "rm animals.db-wal",
-		moved:    "animals.db-wal",
-		advice:   []string{notYet, logInUse, logSaved},
-		end:      "COMMIT",
-		ids:      "1,2,3,4,5,6,7",
-	},
-	{
-		name:     "the log is replaced",
-		commands: "mv animals.db-wal away-wal; echo new >animals.db-wal",
-		moved:    "animals.db-wal",
-		advice:   []string{notYet, newFile},
-		mend:     "mv away-wal animals.db-wal",
-		ids:      "1,2,3,4,5,6",
-	},
-	{
-		name:     "the index is deleted",
-		commands: "rm animals.db-shm",
-		moved:    "animals.db-shm",
-		advice:   []string{notYet, logSaved},
-		ids:      "1,2,3,4,5,6",
-	},
-	{
-		name:     "the index is deleted, and an edit makes a new one",
-		commands: "rm animals.db-shm",
-		after:    addTom,
-		moved:    "animals.db-shm",
-		advice:   []string{notYet, newFile},
-		ids:      "1,2,3,4,5,6,7",
-	},
-	{
-		name:     "the database is moved, and put back after a start",
-		commands: "mv animals.db away",
-		moved:    "animals.db",
-		advice:   []string{notYet, logSaved},
-		refused:  "there is no database, but",
-		mend:     "mv away animals.db",
-		ids:      "1,2,3,4,5,6",
-	},
-	{
-		name:     "an empty file is in the place of the database",
-		commands: "mv animals.db away; : >animals.db",
-		moved:    "animals.db",
-		advice:   []string{notYet, logSaved},
-		refused:  "there is no database, but",
-		mend:     "mv away animals.db",
-		ids:      "1,2,3,4,5,6",
-	},
-	{
-		name:     "a link to the moved database is in its place",
-		commands: "mv animals.db away; ln -s away animals.db",
-		moved:    "animals.db",
-		advice:   []string{notYet, logSaved},
-		ids:      "1,2,3,4,5,6", // those in the log were saved
-		away:     "1,2,3,4,5,6",
-	},
-	{
-		name:     "a backup is in the place of the database",
-		commands: "mv animals.db away; mv copy animals.db",
-		moved:    "animals.db",
-		advice:   []string{notYet, logSaved},
-		ids:      "1,2,3,4",
-		away:     "1,2,3,4,5",
-	},
-	{
-		name:     "a backup replaces the database",
-		commands: "mv copy animals.db",
-		moved:    "animals.db",
-		advice:   []string{notYet, logSaved},
-		ids:      "1,2,3,4",
-	},
-	{
-		name:     "all files are deleted",
-		commands: "rm animals.db*",
-		moved:    "animals.db",
-		advice:   []string{notYet, logSaved},
-		isNew:    true,
-		ids:      "1",
-	},
-}
-
-func TestSlips(t *testing.T) {
-	t.Parallel()
-	for _, c := range slips {
-		t.Run(c.name, func(t *testing.T) {
-			t.Parallel()
-			db := database{t, filepath.Join(t.TempDir(), "files", "animals.db")}
-
-			p := c.begin(db)
-			c.wantSealed(p)
-			c.wantStop(p, db)
-			c.wantRestart(db)
-
-			db.wantQuery("PRAGMA integrity_check", "ok")
-			db.wantQuery(allIDs, c.ids)
-			if c.away != "" {
-				away := database{t, filepath.Join(filepath.Dir(db.file), "away")}
-				away.wantQuery("PRAGMA integrity_check", "ok")
-				away.wantQuery(allIDs, c.away)
-			}
-		})
-	}
-}
-
-// sealedProcess is a service after a slip.
-type sealedProcess struct {
-	*process
-	endOther func() // ends the other program
-}
-
-// begin starts the service on db, and lets the slip happen while it cannot look.
-func (c slip) begin(db database) sealedProcess {
-	db.t.Helper()
-	dir := filepath.Dir(db.file)
-	must(db.t, os.Mkdir(dir, 0o700))
-
-	p := start(db.t, db.file)
-	p.addAll("Rex", "Tom", "Kim")
-	must(db.t, backup(db.t.Context(), db.file, filepath.Join(dir, "copy")))
-	p.addAll("Ada", "Max")
-
-	other := db.connect()
-	exec := func(statements string) {
-		if statements != "" {
-			_, err := other.Exec(statements)
-			must(db.t, err)
-		}
-	}
-	exec(c.before)
-	p.suspend(func() {
-		shell(db.t, dir, c.commands)
-		exec(c.after)
-	})
-
-	endOther := func() {
-		exec(c.end)
-		must(db.t, other.Close())
-	}
-	return sealedProcess{p, endOther}
-}
-
-// wantSealed checks what the log says and what clients get, from the first advice to the last.
-func (c slip) wantSealed(p sealedProcess) {
-	p.t.Helper()
-	last := len(c.advice) - 1
-	for i, advice := range c.advice {
-		if i == last {
-			p.endOther()
-		}
-		p.awaitAdvice(c.moved, advice)
-		if advice == notYet {
-			continue // to list animals now could keep the log in use
-		}
-
-		a := p.post(rex).want(503, "the database is unavailable; try again")
-		if strings.Contains(a.body, "animals.db") {
-			p.t.Errorf("%s = %s, want nothing of the cause", a.request, a.body)
-		}
-		p.get("/healthz").want(503, "unavailable")
-		p.get("/v1/pets").want(200, `"id":1,`, `"id":5,"name":"Max"`)
-	}
-}
-
-// wantStop stops the service. It should leave the files as they are, whatever they are.
-func (c slip) wantStop(p sealedProcess, db database) {
-	p.t.Helper()
-	before := snapshot(p.t, filepath.Dir(db.file))
-
-	status, log := p.stop(syscall.SIGTERM)
-
-	if after := snapshot(p.t, filepath.Dir(db.file)); after != before {
-		p.t.Errorf("before the stop, the files were\n%s and are\n%s", before, after)
-	}
-	if n := strings.Count(log, "nothing can be created any more"); n != len(c.advice) {
-		p.t.Errorf("the log has %d advices, want %d: %s", n, len(c.advice), log)
-	}
-	wantSealedStop(p.t, status, log, c.advice[len(c.advice)-1])
-}
-
-// wantSealedStop checks the end of a stop of a sealed service, in whose last line is this advice.
-func wantSealedStop(t testing.TB, status int, log, advice string) {
-	t.Helper()
-	_, end, found := strings.Cut(log, "\nanimalstore: ")
-	if status != 1 || !found || strings.Count(end, "\n") != 1 || !strings.Contains(end, advice) {
-		t.Errorf("the stop ended with status %d, want 1 and one line with %q: %s",
-			status, advice, log)
-	}
-	if strings.Contains(log, "msg=stopped") {
-		t.Errorf("the log says that the stop has succeeded: %s", log)
-	}
-}
-
-// wantRestart starts the service again, adds an animal and stops it.
-func (c slip) wantRestart(db database) {
-	db.t.Helper()
-	dir := filepath.Dir(db.file)
-	if c.refused != "" {
-		wantRefused(db.t, command(db.t, execSelf, "-db", db.file), dir, c.refused)
-	}
-	shell(db.t, dir, c.mend)
-
-	p := start(db.t, db.file)
-	if log := p.log.String(); strings.Contains(log, "the database is new and empty") != c.isNew {
-		db.t.Errorf("a database is new: %t, log %s", c.isNew, log)
-	}
-	p.get("/healthz").want(200)
-	p.addAll("Zoe")
-	if status, log := p.stop(syscall.SIGTERM); status != 0 {
-		db.t.Errorf("the stop ended with status %d: %s", status, log)
-	}
-}
 
 // addAll adds animals with these names.
 func (p *process) addAll(names ...string) {
@@ -3552,151 +2839,6 @@ func (p *process) addAll(names ...string) {
 	for _, name := range names {
 		p.add(name, 7, "sold")
 	}
-}
-
-// suspend stops the process while f runs, so that it sees all that f does at once.
-func (p *process) suspend(f func()) {
-	p.t.Helper()
-	pid := strconv.Itoa(p.cmd.Process.Pid)
-	shell(p.t, "", `kill -STOP "$0"`, pid)
-	eventually(p.t, "the process has stopped", func() bool {
-		state, _ := exec.Command("ps", "-o", "state=", "-p", pid).Output()
-		return strings.HasPrefix(string(state), "T")
-	})
-	f()
-	shell(p.t, "", `kill -CONT "$0"`, pid)
-}
-
-// awaitAdvice waits until the service logs that a file is not in its place, with this advice.
-func (p *process) awaitAdvice(file, advice string) {
-	p.t.Helper()
-	p.awaitLog(`level=ERROR msg="nothing can be created any more" error=.*/` +
-		regexp.QuoteMeta(file+`\" was moved, deleted or replaced while the service ran; `) +
-		".*" + regexp.QuoteMeta(advice))
-}
-
-func TestFilePutBack(t *testing.T) {
-	t.Parallel()
-	db := database{t, filepath.Join(t.TempDir(), "animals.db")}
-	p := start(t, db.file)
-	p.addAll("Rex")
-	must(t, os.Rename(db.file+"-wal", db.file+".away"))
-	p.awaitAdvice("animals.db-wal", logSaved)
-
-	must(t, os.Rename(db.file+".away", db.file+"-wal"))
-
-	// A change shows after a look for commits. After that, and before the second change shows, the
-	// service also looks for moved files.
-	for _, name := range []string{"Tom", "Kim"} {
-		db.exec("INSERT INTO pets (name, category_id) VALUES (?, 1)", name)
-		eventually(t, name+" is listed", func() bool {
-			return strings.Contains(p.get("/v1/pets").want(200).body, name)
-		})
-	}
-	p.post(rex).want(503, "unavailable")
-	p.get("/healthz").want(503, "unavailable")
-
-	status, log := p.stop(syscall.SIGTERM)
-	wantSealedStop(t, status, log, logSaved)
-	start(t, db.file).addAll("Ada")
-	db.wantQuery(allIDs, "1,2,3,4")
-}
-
-// withoutCleanup is a test for a service that it seals, whose close therefore fails.
-type withoutCleanup struct{ testing.TB }
-
-func (withoutCleanup) Cleanup(func()) {}
-
-// TestSlipBesideAWriter deletes the log while another program has the lock, and a create waits for
-// it. A later create that waited for the lock, too, would wait until the test fails.
-func TestSlipBesideAWriter(t *testing.T) {
-	t.Parallel()
-	limitTime(t)
-	s := newService(withoutCleanup{t})
-	s.pragma(0, "busy_timeout = 60000") // milliseconds
-	unlock := s.lock()
-	body, sender := io.Pipe()
-	waiting := make(chan reply)
-	go func() { waiting <- s.doRequest(httptest.NewRequest("POST", "/v1/pets", body)) }()
-	io.WriteString(sender, rex) // returns when the service has read it
-	sender.Close()
-	s.get("/healthz").want(200)
-
-	must(t, os.Remove(s.file+"-wal"))
-
-	eventually(t, "the service is sealed", func() bool { return s.get("/healthz").status == 503 })
-	s.post(rex).want(503, "unavailable")
-	s.get("/v1/pets").want(200, "[]")
-
-	unlock()
-	(<-waiting).want(503, "unavailable")
-	if err := s.close(); err == nil || !strings.Contains(err.Error(), logSaved) {
-		t.Errorf("close returns %v, want %q", err, logSaved)
-	}
-	s.get("/v1/pets").want(200, "[]")
-}
-
-// TestSealedServiceLeavesNewFilesAlone puts a backup in the place of the database of two services,
-// and restarts only one of them. Both have the same log.
-func TestSealedServiceLeavesNewFilesAlone(t *testing.T) {
-	t.Parallel()
-	dir := t.TempDir()
-	db := database{t, filepath.Join(dir, "animals.db")}
-	old := database{t, filepath.Join(dir, "old.db")}
-	one, other := start(t, db.file), start(t, db.file)
-	one.addAll("Rex")
-	must(t, backup(t.Context(), db.file, filepath.Join(dir, "copy")))
-	other.addAll("Tom", "Kim")
-	one.addAll("Ada")
-
-	shell(t, dir, "mv animals.db old.db; mv copy animals.db")
-	one.awaitAdvice("animals.db", logSaved)
-	other.awaitAdvice("animals.db", logSaved)
-	one.stop(syscall.SIGTERM)
-	one = start(t, db.file)
-	one.addAll("Max", "Zoe")
-
-	status, log := other.stop(syscall.SIGTERM) // after one more look
-	wantSealedStop(t, status, log, logSaved)
-	one.addAll("Bob")
-	if status, log := one.stop(syscall.SIGTERM); status != 0 {
-		t.Errorf("the stop ended with status %d: %s", status, log)
-	}
-	const names = "SELECT group_concat(name ORDER BY id) FROM pets"
-	db.wantQuery(names, "Rex,Max,Zoe,Bob")
-	db.wantQuery("PRAGMA integrity_check", "ok")
-	old.wantQuery(names, "Rex,Tom,Kim,Ada")
-	old.wantQuery("PRAGMA integrity_check", "ok")
-}
-
-// Backups.
-
-func TestBackupUnderLoad(t *testing.T) {
-	s := parallelService(t)
-	s.addMany(100, "before")
-	dir := t.TempDir()
-	file := filepath.Join(dir, "copy.db")
-
-	stop := repeat(4, func(int) { s.add("meanwhile", 1, "available") })
-	out, err := command(t, execSelf, "-db", s.file, "-backup", file).CombinedOutput()
-	stop()
-
-	if err != nil || len(out) > 0 {
-		t.Fatalf("-backup: %v, output %q, want none", err, out)
-	}
-	if files := snapshot(t, dir); strings.Count(files, "\n") != 1 {
-		t.Errorf("the backup has left other files: %s", files)
-	}
-	info, err := os.Stat(file)
-	must(t, err)
-	if info.Mode() != 0o600 {
-		t.Errorf("the mode of the backup is %v, want -rw-------", info.Mode())
-	}
-
-	copied := openService(t, file)
-	copied.get("/v1/pets?after=99&limit=1").want(200, `"id":100,"name":"before"`)
-	copied.wantQuery("PRAGMA integrity_check", "ok")
-	copied.wantQuery("SELECT max(id) - count(*) FROM pets", "0") // it is of one moment
 }
 
 // TestBackupOfAKilledService makes a backup while all animals are in the log.
@@ -3769,12 +2911,6 @@ func TestBackupToAWrongTarget(t *testing.T) {
 			name:   "the database itself",
 			target: "animals.db",
 			words:  `animals.db" exists already; name a new file`,
-		},
-		{
-			name:     "a log without a database",
-			commands: "echo old >copy.db-wal",
-			target:   "copy.db",
-			words:    `copy.db-wal" exists already`,
 		},
 		{
 			name:   "a folder that is missing",
@@ -3879,12 +3015,12 @@ var wrongFiles = []struct {
 	{
 		name:     "empty",
 		commands: ": >backup.db",
-		words:    `backup.db" is empty`,
+		words:    "the database is empty",
 	},
 	{
 		name:     "one byte",
 		commands: "echo >backup.db",
-		words:    `backup.db" is empty`,
+		words:    "the database is empty",
 	},
 	{
 		name:     "text",
@@ -4286,8 +3422,8 @@ func TestLogOfAHandshake(t *testing.T) {
 	must(t, err)
 
 	message := p.awaitLog(`level=INFO msg="(http: TLS handshake error.*unsupported versions.*7a7a.*)"$`)[1]
-	if len(message) > 256 {
-		t.Errorf("the log has a message of %d bytes, want at most 256: %s", len(message), message)
+	if len(message) > 1024 {
+		t.Errorf("the log has a message of %d bytes, want at most 1024: %s", len(message), message)
 	}
 }
 
@@ -4966,7 +4102,19 @@ func BenchmarkCreates(b *testing.B) {
 	})
 }
 
+// statusRule is the message about a status.
+const statusRule = "status must be one of available, pending, sold"
+
 // Helpers.
+
+type faults []string
+
+func (f *faults) check(ok bool, format string, args ...any) {
+	if !ok {
+		f.add(format, args...)
+	}
+}
+func (f *faults) add(format string, args ...any) { *f = append(*f, fmt.Sprintf(format, args...)) }
 
 // testKey and otherKey are the API keys that a service under test accepts.
 const (
@@ -5138,7 +4286,7 @@ func openService(t testing.TB, file string, logs ...io.Writer) *service {
 	s := &service{
 		t:        t,
 		database: database{t, file},
-		server:   newServer(routes(st, k), logger),
+		server:   newAPI(st, k, logger),
 		close:    sync.OnceValue(st.close),
 	}
 	s.client = client{t: t, send: s.respond}
@@ -5496,23 +4644,6 @@ func eventually(t testing.TB, what string, condition func() bool) {
 	}
 }
 
-// repeat calls f in n goroutines, with their numbers, until stop is called.
-func repeat(n int, f func(i int)) (stop func()) {
-	var stopped atomic.Bool
-	var all sync.WaitGroup
-	for i := range n {
-		all.Go(func() {
-			for !stopped.Load() {
-				f(i)
-			}
-		})
-	}
-	return func() {
-		stopped.Store(true)
-		all.Wait()
-	}
-}
-
 // lookup returns a replacement of os.LookupEnv for an environment.
 func lookup(env map[string]string) func(string) (string, bool) {
 	return func(name string) (string, bool) {
@@ -5588,7 +4719,7 @@ func wantKeys(t *testing.T, c config, check keyCheck) {
 	st, err := openStore(filepath.Join(t.TempDir(), "animals.db"), logger)
 	must(t, err)
 	t.Cleanup(func() { must(t, st.close()) })
-	s := &service{server: newServer(routes(st, k), logger)}
+	s := &service{server: newAPI(st, k, logger)}
 	s.client = client{t: t, send: s.respond}
 
 	for _, key := range check.accepted {
@@ -5794,28 +4925,6 @@ func startWithTLS(t *testing.T) (p *process, trusting *http.Transport) {
 	return p, trusting
 }
 
-// fullDisk is an io.Writer that fails as long as it is full.
-type fullDisk struct {
-	full bool
-	text string
-}
-
-func (d *fullDisk) Write(text []byte) (int, error) {
-	if d.full {
-		return 0, syscall.ENOSPC
-	}
-	d.text += string(text)
-	return len(text), nil
-}
-
-// logMuch makes the process log more than fits in a pipe.
-func (p *process) logMuch() {
-	p.t.Helper()
-	for range 100 {
-		p.get("/v1/pets/" + strings.Repeat("x", 8000)).want(404)
-	}
-}
-
 // allIDs is a query for the ids of all animals.
 const allIDs = "SELECT group_concat(id ORDER BY id) FROM pets"
 
@@ -5826,19 +4935,6 @@ func closedDatabase(t testing.TB, count int) database {
 	s.addMany(count, "Rex")
 	must(t, s.close())
 	return s.database
-}
-
-// folderSize returns the size of all files in the folder of a database.
-func folderSize(t testing.TB, db database) (size int64) {
-	t.Helper()
-	entries, err := os.ReadDir(filepath.Dir(db.file))
-	must(t, err)
-	for _, e := range entries {
-		if info, err := e.Info(); err == nil { // or it was deleted meanwhile
-			size += info.Size()
-		}
-	}
-	return size
 }
 
 // wantRefused runs the program, and checks that it ends with status 1 and one line of output that
@@ -5920,7 +5016,7 @@ func schemaFaults(place string, schema, value any) (f faults) {
 	object, isObject := value.(map[string]any)
 	types := map[any]bool{"string": isText, "integer": isInt, "array": isList, "object": isObject}
 
-	f.require(at(schema, "type") != nil, "openapi.json has no type for %s", place)
+	f.check(at(schema, "type") != nil, "openapi.json has no type for %s", place)
 	for keyword, rule := range members(schema) {
 		limit, _ := parseInt(fmt.Sprint(rule))
 		ok := true
@@ -5953,7 +5049,7 @@ func schemaFaults(place string, schema, value any) (f faults) {
 		default:
 			f.add("schemaFaults does not know %s", keyword)
 		}
-		f.require(ok, "%s is %v, but in openapi.json, %s is %v", place, value, keyword, rule)
+		f.check(ok, "%s is %v, but in openapi.json, %s is %v", place, value, keyword, rule)
 	}
 	return f
 }
@@ -5980,23 +5076,23 @@ func contractFaults(r *http.Request, a reply) (f faults) {
 	for name, pattern := range commonHeaders {
 		values := a.header[name]
 		ok := len(values) == 1 && regexp.MustCompile(pattern).MatchString(values[0])
-		f.require(ok, "%s is %q", name, values)
+		f.check(ok, "%s is %q", name, values)
 	}
 	for name, status := range map[string]int{
 		"Www-Authenticate": 401, "Allow": 405, "Retry-After": 503,
 	} {
 		values := a.header[name]
-		f.require((len(values) == 1) == (a.status == status), "%s is %q", name, values)
+		f.check((len(values) == 1) == (a.status == status), "%s is %q", name, values)
 	}
 
 	if r.Method == "HEAD" {
-		f.require(a.body == "", "the body is %q", a.body)
+		f.check(a.body == "", "the body is %q", a.body)
 		return append(f, documentFaults(r, a)...)
 	}
 	length := a.header.Get("Content-Length")
-	f.require(json.Valid([]byte(a.body)), "the body is not JSON: %q", a.body)
-	f.require(length == strconv.Itoa(len(a.body)), "Content-Length of %q is %s", a.body, length)
-	f.require(!strings.Contains(a.body, testKey), "the body has the API key: %s", a.body)
+	f.check(json.Valid([]byte(a.body)), "the body is not JSON: %q", a.body)
+	f.check(length == strconv.Itoa(len(a.body)), "Content-Length of %q is %s", a.body, length)
+	f.check(!strings.Contains(a.body, testKey), "the body has the API key: %s", a.body)
 	if a.status >= 400 {
 		f = append(f, errorFaults(a)...)
 	}
@@ -6008,10 +5104,10 @@ func errorFaults(a reply) (f faults) {
 	body, _ := parseJSON(a.body)
 	got := fmt.Sprint(at(body, "status"), " ", at(body, "code"))
 	want := fmt.Sprint(a.status, " ", errorCodes[a.status])
-	f.require(got == want, "the error is %s, want %s", got, want)
+	f.check(got == want, "the error is %s, want %s", got, want)
 
 	allowed := strings.HasSuffix(fmt.Sprint(at(body, "message")), " only "+a.header.Get("Allow"))
-	f.require(allowed == (a.status == 405), "Allow is %q, the body %s", a.header["Allow"], a.body)
+	f.check(allowed == (a.status == 405), "Allow is %q, the body %s", a.header["Allow"], a.body)
 
 	schema := at(document, "components", "schemas", "Error")
 	return append(f, schemaFaults("the error", schema, body)...)
@@ -6025,28 +5121,28 @@ func documentFaults(r *http.Request, a reply) (f faults) {
 	if operation == nil || r.URL.RawPath != "" { // which is set for an unusual encoding, as of %2F
 		itself := path == "/openapi.json" && a.status == 200
 		ok := itself || slices.Contains([]int{401, 404, 405, 500}, a.status)
-		f.require(ok, "openapi.json does not have the operation")
+		f.check(ok, "openapi.json does not have the operation")
 		return f
 	}
 
 	secured := operation["security"] == nil
-	f.require(r.Header.Get("Authorization") != "" || (a.status == 401) == secured,
+	f.check(r.Header.Get("Authorization") != "" || (a.status == 401) == secured,
 		"openapi.json says that an API key is required: %t", secured)
 	response := members(operation, "responses", strconv.Itoa(a.status))
-	f.require(response != nil, "openapi.json does not have the status")
+	f.check(response != nil, "openapi.json does not have the status")
 
 	documented := map[string]bool{}
 	for name, header := range members(response, "headers") {
 		documented[http.CanonicalHeaderKey(name)] = true
 		values := a.header.Values(name)
 		required := at(header, "required") == true
-		f.require(len(values) == 1 || len(values) == 0 && !required, "%s is %q", name, values)
+		f.check(len(values) == 1 || len(values) == 0 && !required, "%s is %q", name, values)
 		for _, value := range values {
 			f = append(f, headerFaults(name, at(header, "schema"), value)...)
 		}
 	}
 	for _, name := range a.ownHeaders() {
-		f.require(documented[name], "openapi.json does not have the header %s", name)
+		f.check(documented[name], "openapi.json does not have the header %s", name)
 	}
 	if r.Method != "HEAD" {
 		body, _ := parseJSON(a.body)
