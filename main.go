@@ -57,7 +57,7 @@ func run(
 		return 0
 	}
 	if err != nil {
-		fail(stderr, fmt.Errorf("%w (-h shows all settings)", err))
+		reportError(stderr, fmt.Errorf("%w (-h shows all settings)", err))
 		return 2
 	}
 
@@ -68,7 +68,7 @@ func run(
 
 	if c.backup != "" {
 		if err := backup(ctx, c.db, c.backup); err != nil {
-			fail(stderr, fmt.Errorf("-backup %q of -db %q: %w", c.backup, c.db, err))
+			reportError(stderr, fmt.Errorf("-backup %q of -db %q: %w", c.backup, c.db, err))
 			return 1
 		}
 		return 0
@@ -77,14 +77,14 @@ func run(
 	c.apiKeys, c.apiKeysSet = lookupEnv("API_KEYS")
 	logger := slog.New(slog.NewTextHandler(stderr, nil))
 	if err := runService(ctx, c, logger); err != nil {
-		fail(stderr, err)
+		reportError(stderr, err)
 		return 1
 	}
 	return 0
 }
 
-// fail reports err on stderr.
-func fail(stderr io.Writer, err error) {
+// reportError prints err on stderr.
+func reportError(stderr io.Writer, err error) {
 	fmt.Fprintln(stderr, "animalstore:", err)
 }
 

@@ -757,6 +757,7 @@ func TestContentType(t *testing.T) {
 		{name: "JSON in another case", values: []string{"Application/JSON"}, status: 201},
 		{name: "JSON in another charset", values: []string{`application/json;charset="utf-16"`}, status: 201},
 		{name: "text", values: []string{"text/plain"}, status: 415, want: quoted + `text/plain\"`},
+		{name: "an empty header", values: []string{""}, status: 415, want: quoted},
 		{name: "half a parameter", values: []string{"application/json; x"}, status: 415, want: quoted},
 		{name: "very long", values: []string{long}, status: 415, want: quoted + long[:64] + `\""`},
 		{name: "two headers", values: []string{"application/json", "application/json"}, status: 415, want: quoted},
@@ -1072,6 +1073,17 @@ func TestLogOfARequest(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestLogOfNetHTTP expects that the lines of net/http, which a stranger can make very long, are cut.
+func TestLogOfNetHTTP(t *testing.T) {
+	t.Parallel()
+	log := newLog(t)
+	w := httpLog{slog.New(slog.NewTextHandler(log, nil))}
+
+	io.WriteString(w, strings.Repeat("x", 64<<10)+"\n")
+
+	log.want("level=INFO msg=" + strings.Repeat("x", 1024) + "\n")
 }
 
 // TestLogThatNobodyReads closes the other end of the pipe to which the program logs.
@@ -1656,32 +1668,36 @@ func TestFailedCreateStoresNothing(t *testing.T) {
 	}
 }
 
-// TestStartOnAFullDisk starts the program on a disk that was full when it was killed.
-func TestStartOnAFullDisk(t *testing.T) {
+// TestFullDisk fills a small disk, kills the program and starts it again. The write-ahead log then
+// has more than fits into the database.
+func TestFullDisk(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	if err := exec.Command("mount", "-t", "tmpfs", "-o", "size=1m", "none", dir).Run(); err != nil {
+	if err := exec.Command("mount", "-t", "tmpfs", "-o", "size=2m", "none", dir).Run(); err != nil {
 		t.Skip("needs the right to mount a file system: ", err)
 	}
 	t.Cleanup(func() { must(t, exec.Command("umount", dir).Run()) })
 	db := database{t, filepath.Join(dir, "animals.db")}
 	p := start(t, db.file)
-	for p.post(rex).status == 201 {
+	db.addMany(10_000)
+	shell(t, dir, "dd if=/dev/zero of=other || true")
+
+	for range 2 { // before and after a kill
+		p.post(rex).want(503)
+		p.log.await("level=ERROR .*database or disk is full")
+		p.get("/v1/pets?after=9999").want(200, `"id":10000,`)
+		p.get("/healthz").want(200)
+		p.stop(syscall.SIGKILL)
+		p = start(t, db.file)
 	}
-	p.post(rex).want(503)
-	p.log.want("level=ERROR", "database or disk is full")
-	want := p.get("/v1/pets?limit=100").body
-	p.stop(syscall.SIGKILL)
-
-	p = start(t, db.file)
-
-	p.get("/v1/pets?limit=100").want(200, want)
-	p.get("/healthz").want(200)
-	db.wantQuery("PRAGMA integrity_check", "ok")
 	if err := backup(t.Context(), db.file, dir+"/copy.db"); err == nil {
 		t.Error("a backup to a full disk succeeds")
 	}
-	wantFiles(t, dir, "animals.db", "animals.db-shm", "animals.db-wal")
+	wantFiles(t, dir, "animals.db", "animals.db-shm", "animals.db-wal", "other")
+
+	shell(t, dir, "rm other")
+	p.post(rex).want(201)
+	db.wantQuery("PRAGMA integrity_check", "ok")
 	p.stop(syscall.SIGKILL)
 }
 
@@ -1858,8 +1874,12 @@ func TestSlips(t *testing.T) {
 			if !c.accepted {
 				p.post(rex).want(503)
 				p.get("/healthz").want(503)
-				p.log.want("the database is not in its place")
-				p.get("/v1/pets").want(200, `"id":5,`)
+				p.log.await("level=ERROR .*the database is not in its place")
+				var lists sync.WaitGroup
+				for i := range 50 {
+					lists.Go(func() { p.get(fmt.Sprint("/v1/pets?limit=", 5+i)).want(200, `"id":5,`) })
+				}
+				lists.Wait()
 				shell(t, dir, c.mended)
 			}
 			if c.accepted || c.mended != "" {
@@ -2248,6 +2268,9 @@ func TestSignals(t *testing.T) {
 			if status := p.end(); status != c.status {
 				t.Errorf("exit status %d, want %d; log %s", status, c.status, p.log)
 			}
+			if killer := p.cmd.ProcessState.Sys().(syscall.WaitStatus).Signal(); c.status == -1 && killer != c.signal {
+				t.Errorf("the process was killed by %v, want %v", killer, c.signal)
+			}
 			if c.status == 0 {
 				p.log.want(" msg=stopped\n")
 				wantFiles(t, dir, "animals.db")
@@ -2273,6 +2296,7 @@ func TestDocumentedLimits(t *testing.T) {
 		{name: "the default of limit", got: at(list, "0", "schema", "default"), want: defaultLimit},
 		{name: "the length of a page", got: at(schemas, "Pets", "maxItems"), want: maxLimit},
 		{name: "the statuses", got: at(schemas, "PetStatus", "enum"), want: petStatuses},
+		{name: "the minimum of after", got: at(list, "2", "schema", "minimum"), want: 0},
 		{
 			name: "the length of a key",
 			got:  at(create, "0", "schema", "maxLength"),
@@ -2283,6 +2307,18 @@ func TestDocumentedLimits(t *testing.T) {
 			got:  at(schemas, "NewPet", "properties", "name", "maxLength"),
 			want: maxName,
 		},
+		{name: "what a create needs", got: at(schemas, "NewPet", "required"), want: []string{"name", "categoryId"}},
+		{name: "other members", got: at(schemas, "NewPet", "additionalProperties"), want: false},
+		{
+			name: "the size of a category",
+			got:  at(schemas, "NewPet", "properties", "categoryId", "format"),
+			want: "int64",
+		},
+		{name: "the place of a key", got: at(create, "0", "in"), want: "header"},
+		{name: "the deprecation", got: at(document, "paths", "/v1/pets/{petId}", "get", "deprecated"), want: true},
+		{name: "the key check", got: at(document, "security", "0", "bearerAuth"), want: []any{}},
+		{name: "the scheme", got: at(document, "components", "securitySchemes", "bearerAuth", "scheme"), want: "bearer"},
+		{name: "the health check", got: at(document, "paths", "/healthz", "get", "security"), want: []any{}},
 	} {
 		if fmt.Sprint(c.got) != fmt.Sprint(c.want) {
 			t.Errorf("%s in openapi.json is %v, want %v", c.name, c.got, c.want)
@@ -3029,6 +3065,7 @@ func startCommand(t testing.TB, cmd *exec.Cmd) *process {
 
 // stop sends a signal to the process, waits until it has ended, and returns its exit status.
 func (p *process) stop(sig syscall.Signal) (status int) {
+	http.DefaultClient.CloseIdleConnections() // the service waits 5 s for one without a request
 	p.cmd.Process.Signal(sig)
 	return p.end()
 }

@@ -163,7 +163,7 @@ func openStore(path string, logger *slog.Logger) (*store, error) {
 	return s, nil
 }
 
-// openDatabase brings the database up to date, and prepares the statements.
+// openDatabase brings the database up to date, prepares the statements and opens the connections.
 func (s *store) openDatabase() (isNew bool, err error) {
 	isNew, err = migrate(s.writer, migrations)
 	if err != nil {
@@ -185,7 +185,10 @@ func (s *store) openDatabase() (isNew bool, err error) {
 	if err != nil {
 		return false, err
 	}
-	return isNew, s.prepareStatements()
+	if err := s.prepareStatements(); err != nil {
+		return false, err
+	}
+	return isNew, s.openReaders()
 }
 
 // prepareStatements prepares all statements, and returns the first error.
@@ -218,6 +221,19 @@ func (s *store) prepareStatements() (err error) {
 		WHERE (caller, key) IN (SELECT caller, key FROM idempotency_keys
 			WHERE created < ? ORDER BY created LIMIT ?)`)
 	return err
+}
+
+// openReaders opens all connections of the readers. Lists should go on when the database is moved,
+// and a connection that is opened then would not find it.
+func (s *store) openReaders() error {
+	for range cap(s.slots) {
+		rows, err := s.selectPage.Query(0, 1)
+		if err != nil {
+			return err
+		}
+		defer rows.Close() // gives the connection back when all are open
+	}
+	return nil
 }
 
 // close waits for the batch that is being written, and closes the store. It returns an error if the
