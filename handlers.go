@@ -43,8 +43,8 @@ type api struct {
 	cache cache
 }
 
-// newAPI returns a server with all routes of the service, by pattern of ServeMux. st must be open.
-func newAPI(st *store, k keys, logger *slog.Logger) *server {
+// newAPIServer returns a server with all routes of the service. st must be open.
+func newAPIServer(st *store, k keys, logger *slog.Logger) *server {
 	a := &api{store: st}
 	routes := map[string]handler{
 		"GET /healthz":         a.getHealth,

@@ -196,7 +196,7 @@ func runService(ctx context.Context, c config, logger *slog.Logger) error {
 		"version", buildVersion(),
 	)
 
-	serveErr := newAPI(st, k, logger).serve(ctx, ln)
+	serveErr := newAPIServer(st, k, logger).serve(ctx, ln)
 	closeErr := st.close()
 	if err := errors.Join(serveErr, closeErr); err != nil {
 		return err

@@ -117,8 +117,8 @@ func (s *server) answer(w http.ResponseWriter, r *http.Request, h handler) {
 	x.log(err)
 }
 
-// callHandler calls h. It returns a panic as an error with the stack. A panic in the store never
-// comes this far: see exitOnPanic.
+// callHandler calls h. It returns a panic as an error with the stack. A panic while the database is
+// in use ends the program instead: see exitOnPanic.
 func callHandler(h handler, x *exchange) (err error) {
 	defer func() {
 		if p := recover(); p != nil {

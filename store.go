@@ -102,10 +102,9 @@ type store struct {
 	path string
 	info os.FileInfo // of the database when it was opened, for checkPlace
 
-	// generation grows after each commit, so that a response that was read in this generation is
-	// still true: at once after a commit of this process, and within watchInterval after one of
-	// another program. It may also grow without a reason, which costs the cache a few reads: watch
-	// counts the commits of this process a second time.
+	// While generation stays the same, responses that were read in it are true. It grows after each
+	// commit: before create returns for those of this process, and within watchInterval for those of
+	// other programs. It may also grow without a commit, which costs the cache a few reads.
 	generation atomic.Int64
 	watcher    *sql.DB        // one connection, for watch
 	closing    chan struct{}  // closed by close, to end watch
@@ -324,18 +323,18 @@ func (s *store) list(f filter) (pets []pet, more bool, err error) {
 	if err != nil {
 		return nil, false, wrapTransient(err)
 	}
-	defer rows.Close()
 
 	pets = make([]pet, 0, f.limit+1)
 	var p pet
 	columns := []any{&p.ID, &p.Name, &p.CategoryID, &p.Status}
 	for rows.Next() {
 		if err := rows.Scan(columns...); err != nil {
+			rows.Close() // not deferred: see exitOnPanic
 			return nil, false, err
 		}
 		pets = append(pets, p)
 	}
-	if err := rows.Err(); err != nil {
+	if err := rows.Err(); err != nil { // Next has closed the rows
 		return nil, false, wrapTransient(err)
 	}
 
@@ -437,8 +436,8 @@ func (s *store) write(b *batch) {
 
 // transact stores b in a transaction.
 func (s *store) transact(b *batch) error {
-	tx, err := s.writer.Begin() // may wait for the lock of another program
-	s.endJoining()
+	tx, err := s.writer.Begin()
+	s.endJoining() // not before: Begin may wait for another program, and creations join meanwhile
 	if err != nil {
 		return unavailable(err) // whatever it is, nothing is stored
 	}
@@ -448,7 +447,7 @@ func (s *store) transact(b *batch) error {
 		return wrapTransient(err)
 	}
 
-	err = tx.Commit()
+	err = tx.Commit()   // if it fails, the driver rolls back
 	s.generation.Add(1) // even after an error: the pets may be on disk
 	return wrapTransient(err)
 }
@@ -662,11 +661,15 @@ func runMigrations(tx *sql.Tx, migrations []string) (oldVersion int, err error) 
 		}
 	}
 
-	// SQLite opens a file that it may not write without an error, to read it, and BEGIN IMMEDIATE
-	// succeeds, too. This statement does not. As there is no such pet, it needs no space on a full
-	// disk, where lists should work.
-	_, err = tx.Exec("DELETE FROM pets WHERE id = 0")
-	return oldVersion, err
+	return oldVersion, checkWritable(tx)
+}
+
+// checkWritable returns an error if the database cannot be written. SQLite opens such a file, to
+// read it, and even BEGIN IMMEDIATE succeeds.
+func checkWritable(tx *sql.Tx) error {
+	// There is no such pet, so this needs no space on a full disk, where lists should work.
+	_, err := tx.Exec("DELETE FROM pets WHERE id = 0")
+	return err
 }
 
 // readSchemaVersion returns the schema version of a database, 0 if it is empty. It returns an
@@ -703,7 +706,7 @@ func refuseOrphanedWAL(path string) error {
 	return nil
 }
 
-// fileSize returns the size of a file in bytes, or 0 if there is none.
+// fileSize returns the size of a file in bytes, or 0 if that cannot be found out.
 func fileSize(path string) int64 {
 	info, err := os.Stat(path)
 	if err != nil {
@@ -742,8 +745,9 @@ func openPool(path, mode string, size int) *sql.DB {
 //
 // A panic in a handler is recovered, and becomes a 500 for that request alone (see callHandler). A
 // panic in database/sql or below leaves its locks held, a connection in use, or a transaction open.
-// The program must not go on with that, but be started again. For the same reason, a rollback is
-// never deferred: after a panic it would wait for such a lock, before the program can end.
+// The program must not go on with that, but be started again. For the same reason, requests do not
+// defer tx.Rollback and rows.Close: after a panic these would wait for such a lock, and the program
+// would not end.
 func exitOnPanic() {
 	if p := recover(); p != nil {
 		fmt.Fprintf(os.Stderr, "panic: %v\n%s", p, debug.Stack())
