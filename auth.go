@@ -9,32 +9,33 @@ import (
 	"strings"
 )
 
-// keys holds the callers whose API keys are valid.
+// keys is the set of valid API keys, by their SHA-256 sums.
 //
-// The time of a lookup depends on SHA-256 sums, not on the keys, and so does not help anyone to
-// guess a key.
+// The time of a lookup depends on the sums, not on the keys, and so does not help anyone to guess a
+// key.
 type keys map[caller]bool
 
-// loadKeys returns the API keys of the configuration: those in API_KEYS and those in the key file.
+// loadKeys returns the API keys in list, the value of the environment variable API_KEYS, and in the
+// file, whose name is "" if there is none. listSet says whether API_KEYS is set, perhaps to nothing.
 //
-// If either is set, there must be at least one key. With neither set, loadKeys returns no keys. An
+// If either is given, there must be at least one key. With neither, loadKeys returns no keys. An
 // error names the place of an invalid key, but never quotes it.
-func loadKeys(c config) (keys, error) {
+func loadKeys(list string, listSet bool, file string) (keys, error) {
 	k := keys{}
 
-	for i, item := range strings.Split(c.apiKeys, ",") {
+	for i, item := range strings.Split(list, ",") {
 		if err := k.add(item); err != nil {
 			return nil, fmt.Errorf("API_KEYS, item %d: %w", i+1, err)
 		}
 	}
 
-	if c.keysFile != "" {
-		if err := k.addFile(c.keysFile); err != nil {
-			return nil, fmt.Errorf("-keys %q: %w", c.keysFile, err)
+	if file != "" {
+		if err := k.addFile(file); err != nil {
+			return nil, fmt.Errorf("-keys %q: %w", file, err)
 		}
 	}
 
-	if len(k) == 0 && (c.apiKeysSet || c.keysFile != "") {
+	if len(k) == 0 && (listSet || file != "") {
 		return nil, errors.New("API_KEYS and -keys contain no API key; add one, or set neither of them")
 	}
 	return k, nil
@@ -81,28 +82,28 @@ func isVisibleASCII(s string) bool {
 // requireKey passes requests with a valid API key to next. It answers all others with 401 and a
 // challenge (RFC 6750).
 func (k keys) requireKey(next handler) handler {
-	return func(x *exchange) error {
-		token, given := bearerToken(x.r.Header)
+	return func(r *request) (response, error) {
+		token, given := bearerToken(r.Header)
 		who := caller(sha256.Sum256([]byte(token)))
 		if given && k[who] {
-			x.caller = who
-			return next(x)
+			r.caller = who
+			return next(r)
 		}
 
 		challenge := `Bearer realm="animalstore"`
 		if given {
 			challenge += `, error="invalid_token"`
 		}
-		x.w.Header().Set("WWW-Authenticate", challenge)
-		return newError(http.StatusUnauthorized, "a valid API key is required, in one header "+
-			"Authorization: Bearer API_KEY; GET /openapi.json describes this interface")
+		r.commonHeader.Set("WWW-Authenticate", challenge)
+		return response{}, newError(http.StatusUnauthorized, "a valid API key is required, in one "+
+			"header Authorization: Bearer API_KEY; GET /openapi.json describes this interface")
 	}
 }
 
 // bearerToken returns the token of the Bearer scheme. given is false if there is none, or more
 // than one Authorization header.
 func bearerToken(header http.Header) (token string, given bool) {
-	values := header["Authorization"]
+	values := header.Values("Authorization")
 	if len(values) != 1 {
 		return "", false
 	}

@@ -1,12 +1,12 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"net/http"
 )
 
-// apiError is an error that is shown to the client: the Error object of the API. All other errors
-// are only logged, and the client gets a 500.
+// apiError is an error that is shown to the client: the Error object of the API.
 type apiError struct {
 	Code    string `json:"code"`    // one of errorCodes
 	Message string `json:"message"` // for people
@@ -15,8 +15,7 @@ type apiError struct {
 
 func (e *apiError) Error() string { return e.Message }
 
-// errorCodes maps each status of an error to its machine-readable code. Clients rely on the
-// codes.
+// errorCodes maps each status of an error to its machine-readable code. Clients rely on the codes.
 var errorCodes = map[int]string{
 	http.StatusBadRequest:            "invalid_request",
 	http.StatusUnauthorized:          "unauthorized",
@@ -30,6 +29,14 @@ var errorCodes = map[int]string{
 	http.StatusServiceUnavailable:    "unavailable",
 }
 
+// storeErrors maps each error of the store to a status. The client sees its text.
+var storeErrors = map[error]int{
+	errNotFound:             http.StatusNotFound,
+	errIdempotencyKeyReused: http.StatusUnprocessableEntity,
+	errRefused:              http.StatusBadRequest,
+	errUnavailable:          http.StatusServiceUnavailable,
+}
+
 // newError returns an apiError with a status from errorCodes.
 func newError(status int, format string, args ...any) *apiError {
 	return &apiError{
@@ -39,14 +46,15 @@ func newError(status int, format string, args ...any) *apiError {
 	}
 }
 
-// These errors of the store are shown to the client. They may be wrapped, with a cause for the log.
-var (
-	errNotFound             = newError(http.StatusNotFound, "there is no animal with this id")
-	errIdempotencyKeyReused = newError(http.StatusUnprocessableEntity,
-		"this Idempotency-Key was used for another animal")
-
-	// errUnavailable means that the cause may pass. For a create, it also means that nothing was
-	// stored.
-	errUnavailable = newError(http.StatusServiceUnavailable,
-		"the database is unavailable; try again")
-)
+// toAPIError returns what the client may know of an error. The log has all of it.
+func toAPIError(err error) *apiError {
+	if e, ok := errors.AsType[*apiError](err); ok {
+		return e
+	}
+	for storeError, status := range storeErrors {
+		if errors.Is(err, storeError) {
+			return newError(status, "%v", storeError)
+		}
+	}
+	return newError(http.StatusInternalServerError, "internal error")
+}

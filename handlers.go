@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"maps"
 	"math"
 	"mime"
@@ -43,81 +42,80 @@ type api struct {
 	cache cache
 }
 
-// newAPIServer returns a server with all routes of the service. st must be open.
-func newAPIServer(st *store, k keys, logger *slog.Logger) *server {
+// routes returns the handlers of the service, by pattern of ServeMux. st must be open.
+func routes(st *store, k keys) map[string]handler {
 	a := &api{store: st}
-	routes := map[string]handler{
+	return map[string]handler{
 		"GET /healthz":         a.getHealth,
 		"GET /openapi.json":    getOpenAPI,
 		"GET /v1/pets":         k.requireKey(a.cached(a.listPets)),
 		"POST /v1/pets":        k.requireKey(a.createPet),
 		"GET /v1/pets/{petId}": deprecated(k.requireKey(a.cached(a.getPet))),
 
-		// ServeMux's own 405 would not be JSON, and would come without a key.
+		// ServeMux's own 405 and 404 are not JSON, and would not need a key.
 		"/healthz":         k.requireKey(methodNotAllowed("GET, HEAD")),
 		"/openapi.json":    k.requireKey(methodNotAllowed("GET, HEAD")),
 		"/v1/pets":         k.requireKey(methodNotAllowed("GET, HEAD, POST")),
 		"/v1/pets/{petId}": k.requireKey(methodNotAllowed("GET, HEAD")),
+		"/":                k.requireKey(unknownPath),
 	}
-	return newServer(routes, k.requireKey(notFound), logger)
 }
 
-// listPets reads a page of pets for GET /v1/pets, with a Link to the next page if there is one
+// listPets answers GET /v1/pets with a page of pets, and a Link to the next page if there is one
 // (RFC 8288).
-func (a *api) listPets(r *http.Request) (response, error) {
-	query, f, err := parseFilter(r.URL.RawQuery)
+func (a *api) listPets(r *request) (response, error) {
+	query, options, err := parseListOptions(r.URL.RawQuery)
 	if err != nil {
 		return response{}, err
 	}
-	pets, more, err := a.store.list(f)
+	pets, more, err := a.store.list(options)
 	if err != nil {
 		return response{}, err
 	}
 
-	resp := response{body: encode(pets)}
+	resp := response{status: http.StatusOK, body: encode(pets)}
 	if more {
 		last := pets[len(pets)-1]
 		query.Set("after", strconv.FormatInt(last.ID, 10))
-		resp.link = "</v1/pets?" + query.Encode() + `>; rel="next"`
+		resp.header = http.Header{"Link": {"</v1/pets?" + query.Encode() + `>; rel="next"`}}
 	}
 	return resp, nil
 }
 
 // createPet answers POST /v1/pets: it stores the pet that the body describes, and answers with it
 // and its id.
-func (a *api) createPet(x *exchange) error {
-	if err := checkContentType(x.r.Header["Content-Type"]); err != nil {
-		return err
+func (a *api) createPet(r *request) (response, error) {
+	if err := checkContentType(r.Header.Values("Content-Type")); err != nil {
+		return response{}, err
 	}
-	idempotencyKey, err := parseIdempotencyKey(x.r.Header["Idempotency-Key"])
+	idempotencyKey, err := parseIdempotencyKey(r.Header.Values("Idempotency-Key"))
 	if err != nil {
-		return err
+		return response{}, err
 	}
-	body, err := readBody(x)
+	body, err := readBody(r)
 	if err != nil {
-		return err
+		return response{}, err
 	}
 	p, err := parseNewPet(body)
 	if err != nil {
-		return err
+		return response{}, err
 	}
 
-	stored, replayed, err := a.store.create(x.caller, idempotencyKey, p)
+	stored, replayed, err := a.store.create(r.caller, idempotencyKey, p)
 	if err != nil {
-		return err
+		return response{}, err
 	}
 
 	// RFC 9110 wants the URL of what a 201 has created, although its operation is deprecated.
-	x.w.Header().Set("Location", "/v1/pets/"+strconv.FormatInt(stored.ID, 10))
+	header := http.Header{"Location": {"/v1/pets/" + strconv.FormatInt(stored.ID, 10)}}
 	if replayed {
-		x.w.Header().Set("Idempotency-Replayed", "true")
+		header.Set("Idempotency-Replayed", "true")
 	}
-	x.send(http.StatusCreated, encode(stored))
-	return nil
+	return response{status: http.StatusCreated, header: header, body: encode(stored)}, nil
 }
 
-// getPet reads the pet for GET /v1/pets/{petId}.
-func (a *api) getPet(r *http.Request) (response, error) {
+// getPet answers GET /v1/pets/{petId} with the pet.
+func (a *api) getPet(r *request) (response, error) {
 	id, ok := parseInt(r.PathValue("petId"))
 	if !ok {
 		return response{}, errNotFound
@@ -126,25 +124,23 @@ func (a *api) getPet(r *http.Request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	return response{body: encode(p)}, nil
+	return response{status: http.StatusOK, body: encode(p)}, nil
 }
 
 // getHealth answers GET /healthz: 200 if the database is in its place and can be read, else 503.
-func (a *api) getHealth(x *exchange) error {
+func (a *api) getHealth(*request) (response, error) {
 	if err := a.store.checkHealth(); err != nil {
-		return err
+		return response{}, err
 	}
-	x.send(http.StatusOK, encode(map[string]string{"status": "ok"}))
-	return nil
+	return response{status: http.StatusOK, body: []byte(`{"status":"ok"}` + "\n")}, nil
 }
 
 //go:embed openapi.json
 var openAPI []byte
 
 // getOpenAPI answers GET /openapi.json.
-func getOpenAPI(x *exchange) error {
-	x.send(http.StatusOK, openAPI)
-	return nil
+func getOpenAPI(*request) (response, error) {
+	return response{status: http.StatusOK, body: openAPI}, nil
 }
 
 // deprecatedHeader is in every response of the deprecated operation.
@@ -156,127 +152,119 @@ var deprecatedHeader = http.Header{
 
 // deprecated marks every response of next as one of a deprecated operation, which will be removed.
 func deprecated(next handler) handler {
-	return func(x *exchange) error {
-		maps.Copy(x.w.Header(), deprecatedHeader)
-		return next(x)
+	return func(r *request) (response, error) {
+		maps.Copy(r.commonHeader, deprecatedHeader)
+		return next(r)
 	}
 }
 
-// methodNotAllowed answers a request for a known path with a method other than the allowed
-// ones.
+// methodNotAllowed answers a request for a known path with a method other than the allowed ones.
 func methodNotAllowed(allowed string) handler {
-	return func(x *exchange) error {
-		x.w.Header().Set("Allow", allowed)
-		return newError(http.StatusMethodNotAllowed, "this path allows only %s", allowed)
+	return func(r *request) (response, error) {
+		r.commonHeader.Set("Allow", allowed)
+		return response{}, newError(http.StatusMethodNotAllowed, "this path allows only %s", allowed)
 	}
 }
 
-// notFound answers a request for an unknown path.
-func notFound(x *exchange) error {
-	return newError(http.StatusNotFound, "there is nothing at this path")
+// unknownPath answers a request for an unknown path.
+func unknownPath(*request) (response, error) {
+	return response{}, newError(http.StatusNotFound, "there is nothing at this path")
 }
 
-// response is the part of a response to a GET request that the cache keeps. Its status is 200.
-type response struct {
-	body []byte // JSON
-	link string // the Link header, "" for none
-}
-
-// cached answers with what read returns, and keeps that for later requests, until the generation of
-// the store changes. The response must depend on the URL alone.
-func (a *api) cached(read func(r *http.Request) (response, error)) handler {
-	return func(x *exchange) error {
-		url := x.r.URL.RequestURI()
-		generation := a.store.generation.Load() // before the read: what it reads is not older
-		resp, found := a.cache.get(url, generation)
-		if !found {
-			var err error
-			resp, err = read(x.r)
-			if err != nil {
-				return err
-			}
-			a.cache.put(url, generation, resp)
+// cached keeps the responses of next for later requests, until the store changes. They must depend
+// on the URL and the store alone.
+func (a *api) cached(next handler) handler {
+	return func(r *request) (response, error) {
+		uri := r.URL.RequestURI()
+		generation := a.store.generation.Load() // before next reads the store
+		if resp, found := a.cache.get(uri, generation); found {
+			return resp, nil
 		}
 
-		if resp.link != "" {
-			x.w.Header().Set("Link", resp.link)
+		resp, err := next(r)
+		if err == nil {
+			a.cache.put(uri, generation, resp)
 		}
-		x.send(http.StatusOK, resp.body)
-		return nil
+		return resp, err
 	}
 }
 
-// cache holds the responses of one generation of the store (BenchmarkCachedPage and BenchmarkPages
-// show what that gains). Its zero value is an empty cache.
+// cache keeps the responses that were read in one generation of the store. Without it, the service
+// answers half as many lists in a second, and 0.6 times as many fetches. The zero value is an empty
+// cache.
+//
+// A response is found only by requests of the generation that it was read in. So it has all creates
+// that were answered before the request, and all commits of other programs that the store has noticed
+// (see store.generation).
 type cache struct {
 	mu         sync.Mutex
-	generation int64               // store.generation before the responses were read
-	responses  map[string]response // by URL
+	generation int64               // of the responses
+	responses  map[string]response // by request URI
 	size       int                 // of all responses, in bytes, roughly
 }
 
-// get returns the response for url, if there is one of this generation, or a newer one.
-func (c *cache) get(url string, generation int64) (resp response, found bool) {
+// get returns the response for uri, if the cache has it.
+func (c *cache) get(uri string, generation int64) (resp response, found bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 
-	if c.generation < generation {
+	if c.generation != generation {
 		return response{}, false
 	}
-	resp, found = c.responses[url]
+	resp, found = c.responses[uri]
 	return resp, found
 }
 
-// put adds the response for url. It first empties the cache if that is of an older generation, or
-// full.
-func (c *cache) put(url string, generation int64, resp response) {
+// put adds the response for uri. It first empties the cache if that is full, or has responses of an
+// older generation.
+func (c *cache) put(uri string, generation int64, resp response) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 
 	if generation < c.generation {
-		return
+		return // the read took longer than others that began later
 	}
-	if c.responses == nil || c.generation < generation || c.size > maxCache {
+	if c.responses == nil || generation > c.generation || c.size > maxCache {
 		c.generation = generation
 		c.responses = map[string]response{}
 		c.size = 0
 	}
 	const overhead = 300                   // bytes that a response takes beside its texts
-	c.responses[strings.Clone(url)] = resp // url may be part of a longer string in memory
-	c.size += overhead + len(url) + len(resp.body)
+	c.responses[strings.Clone(uri)] = resp // uri may be part of a longer string in memory
+	c.size += overhead + len(uri) + len(resp.body)
 }
 
-// parseFilter parses the query of a list. It refuses what it does not know, so that a typo cannot
-// list other pets.
-func parseFilter(rawQuery string) (query url.Values, f filter, err error) {
+// parseListOptions parses the query of a list. It refuses what it does not know, so that a typo
+// cannot list other pets.
+func parseListOptions(rawQuery string) (query url.Values, o listOptions, err error) {
 	var v validator
-	f.limit = defaultLimit
+	o.limit = defaultLimit
 
 	query, err = url.ParseQuery(rawQuery)
 	v.check(err == nil, "the query string is malformed")
 
 	for _, name := range slices.Sorted(maps.Keys(query)) {
-		v.check(len(query[name]) == 1, "%s must not be repeated", quote(name))
+		v.check(len(query[name]) == 1, "%.64q must not be repeated", name)
 		value := query[name][0]
 		n, isInt := parseInt(value)
 
 		switch name {
 		case "limit":
-			f.limit = int(n)
+			o.limit = int(n)
 			v.check(isInt && n >= 1 && n <= maxLimit,
 				"limit must be an integer from 1 to %d", maxLimit)
 		case "status":
-			f.status = value
+			o.status = value
 			v.checkStatus(value)
 		case "after":
-			f.after = n
+			o.after = n
 			v.check(isInt && n >= 0,
 				"after must be the last id of a page, an integer from 0 to %d", int64(math.MaxInt64))
 		default:
-			v.fail("unknown parameter %s", quote(name))
+			v.fail("unknown parameter %.64q", name)
 		}
 	}
-	return query, f, v.err()
+	return query, o, v.err()
 }
 
 // parseInt parses a decimal int64. It refuses forms such as +1, 01 and -0.
@@ -287,21 +275,21 @@ func parseInt(s string) (int64, bool) {
 
 // checkContentType accepts one Content-Type of application/json, or no such header.
 func checkContentType(values []string) error {
-	if values == nil {
+	if len(values) == 0 {
 		return nil
 	}
 	value := strings.Join(values, ", ")
 	mediaType, _, err := mime.ParseMediaType(value)
 	if len(values) > 1 || err != nil || mediaType != "application/json" {
 		return newError(http.StatusUnsupportedMediaType,
-			"Content-Type must be application/json, not %s", quote(value))
+			"Content-Type must be application/json, not %.64q", value)
 	}
 	return nil
 }
 
 // parseIdempotencyKey returns the value of the Idempotency-Key header, or "" if there is none.
 func parseIdempotencyKey(values []string) (string, error) {
-	if values == nil {
+	if len(values) == 0 {
 		return "", nil
 	}
 	key := values[0]
@@ -313,11 +301,10 @@ func parseIdempotencyKey(values []string) (string, error) {
 }
 
 // readBody returns the body of the request, or an apiError: 413, 408 or 400.
-func readBody(x *exchange) ([]byte, error) {
-	body, err := io.ReadAll(http.MaxBytesReader(x.w, x.r.Body, maxBody))
-	_, tooLarge := errors.AsType[*http.MaxBytesError](err)
+func readBody(r *request) ([]byte, error) {
+	body, err := io.ReadAll(io.LimitReader(r.Body, maxBody+1))
 	switch {
-	case tooLarge:
+	case len(body) > maxBody:
 		return nil, newError(http.StatusRequestEntityTooLarge,
 			"the request body is larger than %d bytes", maxBody)
 	case errors.Is(err, os.ErrDeadlineExceeded):
@@ -333,8 +320,8 @@ func readBody(x *exchange) ([]byte, error) {
 //
 // json.Unmarshal alone would accept repeated members, null, and names in another case, and would
 // replace invalid Unicode.
-func parseNewPet(body []byte) (newPet, error) {
-	p := newPet{Status: "available"}
+func parseNewPet(body []byte) (NewPet, error) {
+	p := NewPet{Status: "available"}
 	members, err := openObject(body)
 	if err != nil {
 		return p, err
@@ -347,7 +334,7 @@ func parseNewPet(body []byte) (newPet, error) {
 		if err != nil {
 			return p, err
 		}
-		v.check(!seen[name], "%s must not be repeated", quote(name))
+		v.check(!seen[name], "%.64q must not be repeated", name)
 		seen[name] = true
 
 		var ok bool
@@ -364,7 +351,7 @@ func parseNewPet(body []byte) (newPet, error) {
 			p.Status = unquote(value)
 			v.checkStatus(p.Status)
 		default:
-			v.fail("unknown member %s", quote(name))
+			v.fail("unknown member %.64q", name)
 		}
 	}
 
@@ -418,13 +405,8 @@ func parseName(value []byte) (name string, ok bool) {
 	return name, !blank && !tooLong && !strings.ContainsAny(name, "\x00\ufffd")
 }
 
-// quote returns the first 64 characters of what a client sent, in quotes, for an error message.
-func quote(s string) string {
-	return fmt.Sprintf("%.64q", s)
-}
-
 // validator collects everything that is wrong with a request, so that the client can correct it all
-// at once.
+// at once. What it quotes of a request, it cuts to 64 characters.
 type validator struct{ faults []string }
 
 // check adds a fault unless ok is true.
@@ -436,8 +418,9 @@ func (v *validator) check(ok bool, format string, args ...any) {
 
 // checkStatus adds a fault unless status is one of petStatuses.
 func (v *validator) checkStatus(status string) {
-	v.check(slices.Contains(petStatuses, status),
-		"status must be one of %s", strings.Join(petStatuses, ", "))
+	if !slices.Contains(petStatuses, status) {
+		v.fail("status must be one of %s", strings.Join(petStatuses, ", "))
+	}
 }
 
 // fail adds a fault.
@@ -451,9 +434,9 @@ func (v *validator) err() error {
 	if len(v.faults) == 0 {
 		return nil
 	}
-	listed := v.faults
-	if more := len(listed) - maxFaults; more > 0 {
-		listed = append(listed[:maxFaults], fmt.Sprintf("and %d more", more))
+	message := strings.Join(v.faults[:min(len(v.faults), maxFaults)], "; ")
+	if more := len(v.faults) - maxFaults; more > 0 {
+		message += fmt.Sprintf("; and %d more", more)
 	}
-	return newError(http.StatusBadRequest, "%s", strings.Join(listed, "; "))
+	return newError(http.StatusBadRequest, "%s", message)
 }

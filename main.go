@@ -34,11 +34,11 @@ import (
 func main() {
 	signal.Ignore(syscall.SIGPIPE) // a log that nobody reads any more must not end the process
 
-	// The stop function is never called, so later signals change nothing: a terminal and a service
-	// manager may both send one.
-	ctx, _ := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	status := run(ctx, os.Args[1:], os.LookupEnv, os.Stdout, os.Stderr)
+	stop() // not before: a terminal and a service manager may both send a signal
 
-	os.Exit(run(ctx, os.Args[1:], os.LookupEnv, os.Stdout, os.Stderr))
+	os.Exit(status)
 }
 
 // run does what the command line says, until ctx is cancelled. lookupEnv is os.LookupEnv or a
@@ -164,7 +164,7 @@ func buildVersion() string {
 // runService runs the service until ctx is cancelled. It opens the database last, so that a
 // mistake in another setting changes nothing.
 func runService(ctx context.Context, c config, logger *slog.Logger) error {
-	k, err := loadKeys(c)
+	k, err := loadKeys(c.apiKeys, c.apiKeysSet, c.keysFile)
 	if err != nil {
 		return err
 	}
@@ -186,7 +186,9 @@ func runService(ctx context.Context, c config, logger *slog.Logger) error {
 
 	if len(k) == 0 {
 		key := rand.Text() // so that `go run .` is all that a newcomer needs
-		k.add(key)
+		if err := k.add(key); err != nil {
+			return errors.Join(err, st.close())
+		}
 		logger.Info("no API key is set: made one for this run", "api_key", key)
 	}
 	logger.Info("started",
@@ -196,7 +198,7 @@ func runService(ctx context.Context, c config, logger *slog.Logger) error {
 		"version", buildVersion(),
 	)
 
-	serveErr := newAPIServer(st, k, logger).serve(ctx, ln)
+	serveErr := newServer(routes(st, k), logger).serve(ctx, ln)
 	closeErr := st.close()
 	if err := errors.Join(serveErr, closeErr); err != nil {
 		return err

@@ -6,7 +6,6 @@ import (
 	"crypto/rand"
 	"encoding/hex"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"log"
 	"log/slog"
@@ -26,70 +25,73 @@ const (
 	readTimeout       = 10 * time.Second
 	readHeaderTimeout = 5 * time.Second
 
-	// writeTimeout counts from the end of the headers. It leaves time to read the body, to wait for
-	// a database that is locked, and to send the response.
-	writeTimeout = readTimeout + busyTimeout + 5*time.Second
+	// writeTimeout counts from the end of the headers. It leaves time to read the body, to wait twice
+	// for a database that is locked (for the creates before this one, and for this one), and to send
+	// the response.
+	writeTimeout = readTimeout + 2*busyTimeout + 5*time.Second
 
-	// idleTimeout is longer than the 60 seconds of common proxies, so that they close first: a
-	// proxy could send a request just when the service closes the connection.
-	idleTimeout = 75 * time.Second
+	// idleTimeout is longer than that of common proxies (nginx 60 seconds, Caddy 120), so that they
+	// close first: a proxy could send a request just when the service closes the connection.
+	idleTimeout = 150 * time.Second
 
 	// maxHeader is in bytes.
 	maxHeader = 16 << 10
 
 	// After a stop signal, the server accepts requests for drainTime. Those in progress then have
-	// shutdownTime to end.
+	// shutdownTime to end, which is more than the 5 seconds that net/http waits for a connection that
+	// has sent nothing.
 	drainTime    = 250 * time.Millisecond
-	shutdownTime = 5 * time.Second
+	shutdownTime = 6 * time.Second
 
-	// maxLogged is the longest path, method or report of net/http in the log, in bytes.
+	// maxLogged is the longest method, path or report of net/http in the log, in bytes.
 	maxLogged = 1 << 10
 )
 
-// commonHeader is in every response.
-var commonHeader = http.Header{
+// serviceHeader is in every response of the service.
+var serviceHeader = http.Header{
 	"Cache-Control":          {"no-store"},
 	"Content-Type":           {"application/json"},
 	"X-Content-Type-Options": {"nosniff"},
 }
 
-// handler answers the request of x with x.send, and returns nil, or it returns the error to answer
-// with.
-type handler func(x *exchange) error
+// handler answers a request. It returns a response, or an error, which errors.go turns into one.
+//
+// It is not an http.Handler, so that it can return an error, and cannot send two responses.
+type handler func(r *request) (response, error)
 
-// exchange is one request with its response, and what the log will say about them.
-type exchange struct {
-	w      http.ResponseWriter // for headers; send writes the response
-	r      *http.Request
-	server *server
+// request is an HTTP request, and what the service knows about it.
+type request struct {
+	*http.Request
+	id     string // the X-Request-Id of the response
+	caller caller // nobody until the API key is accepted
 
-	start  time.Time
-	id     string // X-Request-Id
-	caller caller // nobody until the key is accepted
-	status int    // of the response, 0 until it is sent
-	size   int    // of the body of the response, in bytes; 0 for HEAD
+	// commonHeader is for headers that every response to this request has, even if it is an error.
+	// Those of one response alone are in response.header.
+	commonHeader http.Header
+}
+
+// response is what to send. Do not change its header and body in place: they may be in the cache.
+type response struct {
+	status int
+	header http.Header // nil for none
+	body   []byte      // JSON
 }
 
 // server answers requests with its handlers. It is an http.Handler.
 type server struct {
 	mux      *http.ServeMux
-	fallback handler // for requests that no route matches
+	fallback handler // for unknown paths
 	logger   *slog.Logger
 	draining atomic.Bool // set during a stop: every response closes its connection
 }
 
-// newServer returns a server with these routes, by pattern of ServeMux. The fallback answers the
-// requests that no route matches, because ServeMux's own 404 would not be JSON.
-func newServer(routes map[string]handler, fallback handler, logger *slog.Logger) *server {
-	s := &server{mux: http.NewServeMux(), fallback: fallback, logger: logger}
-	handle := func(pattern string, h handler) {
+// newServer returns a server with these handlers, by pattern of ServeMux. There must be one for /,
+// which answers the requests for unknown paths.
+func newServer(handlers map[string]handler, logger *slog.Logger) *server {
+	s := &server{mux: http.NewServeMux(), fallback: handlers["/"], logger: logger}
+	for pattern, h := range handlers {
 		s.mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) { s.answer(w, r, h) })
 	}
-
-	for pattern, h := range routes {
-		handle(pattern, h)
-	}
-	handle("/", fallback)
 	return s
 }
 
@@ -104,54 +106,57 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	s.mux.ServeHTTP(w, r)
 }
 
-// answer answers a request with h, or with the error that h returns, and logs it.
-func (s *server) answer(w http.ResponseWriter, r *http.Request, h handler) {
-	x := &exchange{w: w, r: r, server: s, start: time.Now(), id: rand.Text()}
-	maps.Copy(x.w.Header(), commonHeader)
-	x.w.Header().Set("X-Request-Id", x.id)
+// answer answers a request with h, and logs it.
+func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h handler) {
+	start := time.Now()
+	r := &request{Request: httpRequest, id: rand.Text(), commonHeader: w.Header()}
+	maps.Copy(r.commonHeader, serviceHeader)
+	r.commonHeader.Set("X-Request-Id", r.id)
 
-	err := callHandler(h, x)
+	resp, err := callHandler(h, r)
 	if err != nil {
-		x.sendError(err)
+		resp = errorResponse(err)
 	}
-	x.log(err)
+	size := s.send(w, r, resp)
+	s.logRequest(r, resp.status, size, time.Since(start), err)
 }
 
-// callHandler calls h. It returns a panic as an error with the stack. A panic while the database is
-// in use ends the program instead: see exitOnPanic.
-func callHandler(h handler, x *exchange) (err error) {
+// callHandler calls h. It returns a panic as an error with the stack, which is a 500 for this request
+// alone. A panic in the store ends the program instead: see exitOnPanic.
+func callHandler(h handler, r *request) (resp response, err error) {
 	defer func() {
 		if p := recover(); p != nil {
 			err = fmt.Errorf("panic: %v\n%s", p, debug.Stack())
 		}
 	}()
-	return h(x)
+	return h(r)
 }
 
-// send sends a response, whose body is JSON.
-func (x *exchange) send(status int, body []byte) {
-	x.status = status
-	x.w.Header().Set("Content-Length", strconv.Itoa(len(body)))
-	if x.server.draining.Load() {
-		x.w.Header().Set("Connection", "close")
-	}
-
-	x.w.WriteHeader(status)
-	if x.r.Method != http.MethodHead {
-		x.size, _ = x.w.Write(body) // an error means that the client is gone
-	}
-}
-
-// sendError sends err if it is an apiError, else a 500 that does not reveal it.
-func (x *exchange) sendError(err error) {
-	e, ok := errors.AsType[*apiError](err)
-	if !ok {
-		e = newError(http.StatusInternalServerError, "internal error")
-	}
+// errorResponse returns the response to a request that failed with err.
+func errorResponse(err error) response {
+	e := toAPIError(err)
+	resp := response{status: e.Status, body: encode(e)}
 	if e.Status == http.StatusServiceUnavailable {
-		x.w.Header().Set("Retry-After", "1") // seconds
+		resp.header = http.Header{"Retry-After": {"1"}} // seconds
 	}
-	x.send(e.Status, encode(e))
+	return resp
+}
+
+// send sends a response, and returns the number of bytes of its body that were sent.
+func (s *server) send(w http.ResponseWriter, r *request, resp response) (size int) {
+	header := w.Header()
+	maps.Copy(header, resp.header)
+	header.Set("Content-Length", strconv.Itoa(len(resp.body)))
+	if s.draining.Load() {
+		header.Set("Connection", "close")
+	}
+
+	w.WriteHeader(resp.status)
+	if r.Method == http.MethodHead {
+		return 0
+	}
+	size, _ = w.Write(resp.body) // an error means that the client is gone
+	return size
 }
 
 // encode returns v as JSON and a line break, with <, > and & as they are. v must be of a type
@@ -160,37 +165,39 @@ func encode(v any) []byte {
 	var b bytes.Buffer
 	enc := json.NewEncoder(&b)
 	enc.SetEscapeHTML(false)
-	enc.Encode(v)
+	if err := enc.Encode(v); err != nil {
+		panic(err) // a mistake in the code
+	}
 	return b.Bytes()
 }
 
-// log logs the exchange, and the error of its handler unless it is nil.
-func (x *exchange) log(err error) {
+// logRequest logs a request, its response, and the error of its handler unless that is nil.
+func (s *server) logRequest(r *request, status, size int, duration time.Duration, err error) {
 	attrs := []slog.Attr{
-		slog.String("id", x.id),
-		slog.String("client", x.r.RemoteAddr),
-		slog.String("method", cut(x.r.Method, maxLogged)),
-		slog.String("path", cut(x.r.URL.Path, maxLogged)),
-		slog.Int("status", x.status),
-		slog.Int("bytes", x.size),
-		slog.Duration("duration", time.Since(x.start)),
+		slog.String("id", r.id),
+		slog.String("client", r.RemoteAddr),
+		slog.String("method", truncate(r.Method, maxLogged)),
+		slog.String("path", truncate(r.URL.Path, maxLogged)),
+		slog.Int("status", status),
+		slog.Int("bytes", size),
+		slog.Duration("duration", duration),
 	}
-	if x.caller != (caller{}) {
-		attrs = append(attrs, slog.String("key_sha256", hex.EncodeToString(x.caller[:4])))
+	if r.caller != (caller{}) {
+		attrs = append(attrs, slog.String("key_sha256", hex.EncodeToString(r.caller[:4])))
 	}
 	if err != nil {
 		attrs = append(attrs, slog.Any("error", err))
 	}
 
 	level := slog.LevelInfo
-	if x.status >= http.StatusInternalServerError {
+	if status >= http.StatusInternalServerError {
 		level = slog.LevelError
 	}
-	x.server.logger.LogAttrs(context.Background(), level, "request", attrs...)
+	s.logger.LogAttrs(r.Context(), level, "request", attrs...)
 }
 
-// cut returns at most the first n bytes of text.
-func cut(text string, n int) string {
+// truncate returns at most the first n bytes of text.
+func truncate(text string, n int) string {
 	return text[:min(len(text), n)]
 }
 
@@ -219,8 +226,8 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	}
 	s.logger.Info("stopping", "cause", context.Cause(ctx))
 
-	// Shutdown closes idle connections at once, and would cut off requests that are on their way.
-	// So go on for a moment, and close each connection with its response.
+	// Shutdown closes idle connections at once, and so cuts off requests that are on their way. So go
+	// on for a moment, and close each connection with its response.
 	s.draining.Store(true)
 	time.Sleep(drainTime)
 
@@ -235,8 +242,9 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 
 // httpLog is an io.Writer that logs what net/http reports, one line for each Write.
 //
-// It cuts long lines before slog quotes them, which would take several times their size in memory:
-// anyone who can connect can cause one of 64 KB, with a TLS handshake.
+// It cuts long lines before slog quotes them, which would take several times their size in memory.
+// Anyone who can connect can cause lines of 64 KB, with TLS handshakes: 200 of them at once take
+// 150 MiB, and 921 MiB with slog.NewLogLogger in place of this type.
 type httpLog struct{ logger *slog.Logger }
 
 func (l httpLog) Write(line []byte) (int, error) {
