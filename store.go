@@ -228,12 +228,14 @@ func (s *store) prepareStatements() error {
 	s.selectIdempotencyKey, errs[3] = s.writer.Prepare(`SELECT id, name, category_id, status
 		FROM idempotency_keys WHERE caller = ? AND key = ? AND created >= ?`)
 
-	// REPLACE: an expired row with the same caller and key may still be there.
-	s.insertIdempotencyKey, errs[4] = s.writer.Prepare(`REPLACE INTO idempotency_keys
-		(caller, key, created, id, name, category_id, status) VALUES (?, ?, ?, ?, ?, ?, ?)`)
+	// An expired row with the same caller and key may still be there.
+	s.insertIdempotencyKey, errs[4] = s.writer.Prepare(`INSERT INTO idempotency_keys
+		(caller, key, created, id, name, category_id, status) VALUES (?, ?, ?, ?, ?, ?, ?)
+		ON CONFLICT (caller, key) DO UPDATE SET created = excluded.created, id = excluded.id,
+			name = excluded.name, category_id = excluded.category_id, status = excluded.status`)
 	s.deleteIdempotencyKeys, errs[5] = s.writer.Prepare(`DELETE FROM idempotency_keys
 		WHERE (caller, key) IN (SELECT caller, key FROM idempotency_keys
-			WHERE created < ? ORDER BY created LIMIT ?)`)
+			WHERE created < ? ORDER BY created LIMIT 2)`)
 	return cmp.Or(errs[:]...)
 }
 
@@ -503,8 +505,12 @@ func (e *creationError) Error() string { return e.cause.Error() }
 func attribute(err error, index int) error {
 	switch sqliteCode(err) {
 	case sqlite3.SQLITE_CONSTRAINT: // of an index, or RAISE in a trigger
-		return &creationError{index, fmt.Errorf("%w: %w", errRefused, err)}
+		err = fmt.Errorf("%w: %w", errRefused, err)
+		return &creationError{index, err}
 	case sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG: // in a trigger
+		return &creationError{index, err}
+	}
+	if errors.Is(err, errRefused) {
 		return &creationError{index, err}
 	}
 	return err
@@ -518,23 +524,12 @@ func (s *store) insertAll(tx *sql.Tx, all []*creation) error {
 	}
 
 	now := time.Now()
-	idempotencyKeys := 0
 	for i, c := range all {
 		if err := s.insert(tx, c, now); err != nil {
 			return attribute(err, i)
 		}
-		if c.idempotencyKey != "" {
-			idempotencyKeys++
-		}
 	}
-	if idempotencyKeys == 0 {
-		return nil
-	}
-
-	// Two expired Idempotency-Keys go for each one that comes, so that they cannot pile up.
-	oldest := now.Add(-idempotencyKeyLifetime).Unix()
-	_, err := tx.Stmt(s.deleteIdempotencyKeys).Exec(oldest, 2*idempotencyKeys)
-	return err
+	return nil
 }
 
 // insert stores c in tx, or finds the first response to its Idempotency-Key, and sets its result.
@@ -547,30 +542,46 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 		}
 	}
 
-	// With RETURNING id, many clients would get 0.9 times as many creates in a second.
-	result, err := tx.Stmt(s.insertPet).Exec(c.Name, c.CategoryID, c.Status)
+	id, err := insertRow(tx.Stmt(s.insertPet), c.Name, c.CategoryID, c.Status)
 	if err != nil {
 		return err
-	}
-	inserted, err := result.RowsAffected()
-	if err != nil {
-		return err
-	}
-	id, err := result.LastInsertId()
-	if err != nil {
-		return err
-	}
-	if inserted == 0 { // id is then that of another pet
-		c.err = fmt.Errorf("%w: a trigger left it out", errRefused)
-		return nil
 	}
 	c.pet = Pet{ID: id, NewPet: c.NewPet}
 
 	if c.idempotencyKey == "" {
 		return nil
 	}
-	_, err = tx.Stmt(s.insertIdempotencyKey).Exec(c.caller[:], c.idempotencyKey, now.Unix(),
-		id, c.Name, c.CategoryID, c.Status)
+	return s.remember(tx, c, now)
+}
+
+// insertRow runs an INSERT of one row, and returns its id. It returns errRefused, wrapped, if a trigger
+// leaves the row out, which is not an error for SQLite.
+//
+// With RETURNING id, many clients would get 0.9 times as many creates in a second.
+func insertRow(statement *sql.Stmt, args ...any) (id int64, err error) {
+	result, err := statement.Exec(args...)
+	if err != nil {
+		return 0, err
+	}
+	inserted, err := result.RowsAffected()
+	if err != nil {
+		return 0, err
+	}
+	if inserted == 0 {
+		return 0, fmt.Errorf("%w: a trigger left it out", errRefused)
+	}
+	return result.LastInsertId()
+}
+
+// remember stores the result of c as the first response to its Idempotency-Key. It deletes two that
+// have expired, so that they cannot pile up.
+func (s *store) remember(tx *sql.Tx, c *creation, now time.Time) error {
+	_, err := insertRow(tx.Stmt(s.insertIdempotencyKey), c.caller[:], c.idempotencyKey, now.Unix(),
+		c.pet.ID, c.Name, c.CategoryID, c.Status)
+	if err != nil {
+		return err
+	}
+	_, err = tx.Stmt(s.deleteIdempotencyKeys).Exec(now.Add(-idempotencyKeyLifetime).Unix())
 	return err
 }
 
@@ -695,8 +706,10 @@ func migrate(db *sql.DB, steps []string) (isNew bool, err error) {
 		isNew = version == 0
 
 		for ; version < len(steps); version++ {
-			statements := fmt.Sprintf("%s;\nPRAGMA user_version = %d", steps[version], version+1)
-			if _, err := tx.Exec(statements); err != nil {
+			if _, err := tx.Exec(steps[version]); err != nil {
+				return err
+			}
+			if _, err := tx.Exec(fmt.Sprintf("PRAGMA user_version = %d", version+1)); err != nil {
 				return err
 			}
 		}
@@ -754,20 +767,37 @@ func readSchemaVersion(tx *sql.Tx, newest int) (version int, err error) {
 // refuseOrphanedWAL returns an error if there is a WAL for the database at path, but no database.
 // SQLite would take that for a new database, and delete the WAL.
 func refuseOrphanedWAL(path string) error {
-	walExists := fileSize(path+"-wal") > 0   // first: another process may be creating the database
+	wal := walPath(path)
+	walExists := fileSize(wal) > 0           // first: another process may be creating the database
 	databaseIsMissing := fileSize(path) <= 1 // SQLite takes a file of one byte for an empty one
 	if walExists && databaseIsMissing {
 		return fmt.Errorf("there is no database, but %q is the write-ahead log of one; "+
-			"put that database back, or move the log away to start with an empty database", path+"-wal")
+			"put that database back, or move the log away to start with an empty database", wal)
 	}
 	return nil
+}
+
+// walPath returns the path of the WAL of the database at path. If that is a link, the WAL is beside
+// its target, even if there is no file yet.
+func walPath(path string) string {
+	for range 100 { // links may lead in a circle
+		target, err := os.Readlink(path)
+		if err != nil {
+			break // not a link
+		}
+		if !filepath.IsAbs(target) {
+			target = filepath.Join(filepath.Dir(path), target)
+		}
+		path = target
+	}
+	return path + "-wal"
 }
 
 // syncWAL makes durable what a killed process may have left in the WAL of the database at path: a
 // repeated request must not acknowledge it before. A checkpoint would not do, because it syncs nothing
 // while another program, such as Litestream, reads the WAL.
 func syncWAL(path string) error {
-	wal, err := os.OpenFile(path+"-wal", os.O_RDWR, 0)
+	wal, err := os.OpenFile(walPath(path), os.O_RDWR, 0)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
