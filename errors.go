@@ -29,12 +29,15 @@ var errorCodes = map[int]string{
 	http.StatusServiceUnavailable:    "unavailable",
 }
 
-// storeErrors maps each error of the store to a status. The client sees its text.
-var storeErrors = map[error]int{
-	errNotFound:             http.StatusNotFound,
-	errIdempotencyKeyReused: http.StatusUnprocessableEntity,
-	errRefused:              http.StatusBadRequest,
-	errUnavailable:          http.StatusServiceUnavailable,
+// storeErrors has the status for each error of the store. The client sees its text, too.
+var storeErrors = []struct {
+	err    error
+	status int
+}{
+	{errNotFound, http.StatusNotFound},
+	{errIdempotencyKeyReused, http.StatusUnprocessableEntity},
+	{errRefused, http.StatusBadRequest},
+	{errUnavailable, http.StatusServiceUnavailable},
 }
 
 // newError returns an apiError with a status from errorCodes.
@@ -51,9 +54,9 @@ func toAPIError(err error) *apiError {
 	if e, ok := errors.AsType[*apiError](err); ok {
 		return e
 	}
-	for storeError, status := range storeErrors {
-		if errors.Is(err, storeError) {
-			return newError(status, "%v", storeError)
+	for _, known := range storeErrors {
+		if errors.Is(err, known.err) {
+			return newError(known.status, "%v", known.err)
 		}
 	}
 	return newError(http.StatusInternalServerError, "internal error")

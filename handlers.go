@@ -193,9 +193,7 @@ func (a *api) cached(next handler) handler {
 // answers half as many lists in a second, and 0.6 times as many fetches. The zero value is an empty
 // cache.
 //
-// A response is found only by requests of the generation that it was read in. So it has all creates
-// that were answered before the request, and all commits of other programs that the store has noticed
-// (see store.generation).
+// A response is found only by requests of the generation that it was read in: see store.generation.
 type cache struct {
 	mu         sync.Mutex
 	generation int64               // of the responses
@@ -230,7 +228,7 @@ func (c *cache) put(uri string, generation int64, resp response) {
 		c.size = 0
 	}
 	const overhead = 300                   // bytes that a response takes beside its texts
-	c.responses[strings.Clone(uri)] = resp // uri may be part of a longer string in memory
+	c.responses[strings.Clone(uri)] = resp // uri may share memory with a longer string
 	c.size += overhead + len(uri) + len(resp.body)
 }
 

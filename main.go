@@ -36,7 +36,7 @@ func main() {
 
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	status := run(ctx, os.Args[1:], os.LookupEnv, os.Stdout, os.Stderr)
-	stop() // not before: a terminal and a service manager may both send a signal
+	stop() // not before: a second signal, perhaps of a service manager, must not kill the process
 
 	os.Exit(status)
 }
@@ -207,7 +207,7 @@ func runService(ctx context.Context, c config, logger *slog.Logger) error {
 	return nil
 }
 
-// listen listens on c.addr, with TLS if c says so. The scheme of the service is http:// or
+// listen returns a listener on c.addr, with TLS if c says so, and the scheme of its URLs: http:// or
 // https://.
 func listen(c config) (ln net.Listener, scheme string, err error) {
 	// The certificate comes first: while it is wrong, no port is opened.

@@ -38,10 +38,10 @@ const (
 	maxHeader = 16 << 10
 
 	// After a stop signal, the server accepts requests for drainTime. Those in progress then have
-	// shutdownTime to end, which is more than the 5 seconds that net/http waits for a connection that
-	// has sent nothing.
+	// shutdownTime to end. A connection that has sent nothing counts as one, and ends within
+	// readHeaderTimeout.
 	drainTime    = 250 * time.Millisecond
-	shutdownTime = 6 * time.Second
+	shutdownTime = readHeaderTimeout + time.Second
 
 	// maxLogged is the longest method, path or report of net/http in the log, in bytes.
 	maxLogged = 1 << 10
@@ -65,8 +65,8 @@ type request struct {
 	id     string // the X-Request-Id of the response
 	caller caller // nobody until the API key is accepted
 
-	// commonHeader is for headers that every response to this request has, even if it is an error.
-	// Those of one response alone are in response.header.
+	// commonHeader is that of the http.ResponseWriter. It is for what every response to this request
+	// has, even an error. What one response has is in response.header.
 	commonHeader http.Header
 }
 
@@ -144,11 +144,10 @@ func errorResponse(err error) response {
 
 // send sends a response, and returns the number of bytes of its body that were sent.
 func (s *server) send(w http.ResponseWriter, r *request, resp response) (size int) {
-	header := w.Header()
-	maps.Copy(header, resp.header)
-	header.Set("Content-Length", strconv.Itoa(len(resp.body)))
+	maps.Copy(w.Header(), resp.header)
+	w.Header().Set("Content-Length", strconv.Itoa(len(resp.body)))
 	if s.draining.Load() {
-		header.Set("Connection", "close")
+		w.Header().Set("Connection", "close")
 	}
 
 	w.WriteHeader(resp.status)

@@ -137,12 +137,12 @@ type store struct {
 	selectPageByStatus *sql.Stmt
 
 	// Pets are created on one connection, in batches. writing is held while a batch is stored.
-	writing               sync.Mutex
-	writer                *sql.DB
-	insertPet             *sql.Stmt
-	selectIdempotencyKey  *sql.Stmt
-	insertIdempotencyKey  *sql.Stmt
-	deleteIdempotencyKeys *sql.Stmt
+	writing              sync.Mutex
+	writer               *sql.DB
+	insertPet            *sql.Stmt
+	selectIdempotencyKey *sql.Stmt
+	insertIdempotencyKey *sql.Stmt
+	deleteExpiredKeys    *sql.Stmt
 
 	// gatheringMu guards gathering, the batch that creations join. Once a batch is being stored, it is
 	// no longer this one, and so does not grow.
@@ -174,7 +174,7 @@ func openStore(path string, logger *slog.Logger) (*store, error) {
 	isNew, err := s.openDatabase()
 	if err != nil {
 		s.closeAll()
-		return nil, explain(err)
+		return nil, withAdvice(err)
 	}
 	if isNew {
 		logger.Warn("the database is new and empty", "database", path)
@@ -217,29 +217,35 @@ func (s *store) openDatabase() (isNew bool, err error) {
 
 // prepareStatements prepares all statements. It returns the error of the first that fails.
 func (s *store) prepareStatements() error {
-	var errs [6]error
-	s.selectPage, errs[0] = s.readers.Prepare(`SELECT id, name, category_id, status FROM pets
+	var errs []error
+	prepare := func(db *sql.DB, query string) *sql.Stmt {
+		statement, err := db.Prepare(query)
+		errs = append(errs, err)
+		return statement
+	}
+
+	s.selectPage = prepare(s.readers, `SELECT id, name, category_id, status FROM pets
 		WHERE id > ? ORDER BY id LIMIT ?`)
-	s.selectPageByStatus, errs[1] = s.readers.Prepare(`SELECT id, name, category_id, status FROM pets
+	s.selectPageByStatus = prepare(s.readers, `SELECT id, name, category_id, status FROM pets
 		WHERE status = ? AND id > ? ORDER BY id LIMIT ?`)
 
-	s.insertPet, errs[2] = s.writer.Prepare(`INSERT INTO pets (name, category_id, status)
+	s.insertPet = prepare(s.writer, `INSERT INTO pets (name, category_id, status)
 		VALUES (?, ?, ?)`)
-	s.selectIdempotencyKey, errs[3] = s.writer.Prepare(`SELECT id, name, category_id, status
+	s.selectIdempotencyKey = prepare(s.writer, `SELECT id, name, category_id, status
 		FROM idempotency_keys WHERE caller = ? AND key = ? AND created >= ?`)
 
 	// An expired row with the same caller and key may still be there.
-	s.insertIdempotencyKey, errs[4] = s.writer.Prepare(`INSERT INTO idempotency_keys
+	s.insertIdempotencyKey = prepare(s.writer, `INSERT INTO idempotency_keys
 		(caller, key, created, id, name, category_id, status) VALUES (?, ?, ?, ?, ?, ?, ?)
 		ON CONFLICT (caller, key) DO UPDATE SET created = excluded.created, id = excluded.id,
 			name = excluded.name, category_id = excluded.category_id, status = excluded.status`)
-	s.deleteIdempotencyKeys, errs[5] = s.writer.Prepare(`DELETE FROM idempotency_keys
+	s.deleteExpiredKeys = prepare(s.writer, `DELETE FROM idempotency_keys
 		WHERE (caller, key) IN (SELECT caller, key FROM idempotency_keys
 			WHERE created < ? ORDER BY created LIMIT 2)`)
-	return cmp.Or(errs[:]...)
+	return cmp.Or(errs...)
 }
 
-// openReaders opens all connections of the readers. Lists should go on when the database is moved,
+// openReaders opens all connections of the readers. Lists must go on when the database is moved,
 // and a connection that is opened then would not find it.
 func (s *store) openReaders() error {
 	for range cap(s.readSlots) {
@@ -451,45 +457,40 @@ func (s *store) storeBatch(b *batch) {
 	defer s.exitOnPanic() // before Unlock
 
 	s.endGathering()
-	s.commit(b.creations) // an error is in the results, too
+	s.commit(b.creations)
 	close(b.done)
 }
 
-// commit stores creations in one transaction, and sets their results. If one of them cannot be stored,
-// it is left out, and a transaction stores those before it, and another those after it. So none is
-// inserted more than twice, however many cannot be stored.
-//
-// If the database fails, commit returns that error, which is then also the result of those that are
-// left. It does not try on, because each transaction may wait for a lock.
-func (s *store) commit(all []*creation) error {
-	if len(all) == 0 {
-		return nil
-	}
-	err := inTx(context.Background(), s.writer, func(tx *sql.Tx) error {
-		return s.insertAll(tx, all)
-	})
-	s.generation.Add(1) // even after an error: the pets may be on disk
-
-	if failed, ok := errors.AsType[*creationError](err); ok {
-		before, after := all[:failed.index], all[failed.index+1:]
-		all[failed.index].err = failed.cause
-		if err := s.commit(before); err != nil {
-			return fail(after, err)
+// commit stores creations, and sets their results. They share one transaction, unless one of them
+// cannot be stored. Then that one is left out, those before it share a transaction, and commit goes on
+// with those after it. So none is inserted more than twice, however many cannot be stored.
+func (s *store) commit(creations []*creation) {
+	for len(creations) > 0 {
+		err := s.insertTogether(creations)
+		failed, ok := errors.AsType[*creationError](err)
+		if !ok {
+			fail(creations, err)
+			return
 		}
-		return s.commit(after)
+
+		// If the database fails now, do not try on: each transaction may wait for a lock.
+		if err := s.insertTogether(creations[:failed.index]); err != nil {
+			fail(creations, err)
+			return
+		}
+		creations[failed.index].err = failed.cause
+		creations = creations[failed.index+1:]
 	}
-	if err != nil {
-		return fail(all, wrapTransient(err))
-	}
-	return nil
 }
 
-// fail makes err the result of creations, and returns it.
-func fail(all []*creation, err error) error {
-	for _, c := range all {
+// fail makes err the result of creations, unless it is nil.
+func fail(creations []*creation, err error) {
+	if err == nil {
+		return
+	}
+	for _, c := range creations {
 		c.err = err
 	}
-	return err
 }
 
 // creationError means that one creation cannot be stored, because of what the operator has added to
@@ -501,40 +502,46 @@ type creationError struct {
 
 func (e *creationError) Error() string { return e.cause.Error() }
 
-// attribute returns err as a creationError if it is due to the creation with this index alone.
-func attribute(err error, index int) error {
-	switch sqliteCode(err) {
-	case sqlite3.SQLITE_CONSTRAINT: // of an index, or RAISE in a trigger
+// asCreationError returns err as a creationError if it may be due to the creation with this index
+// alone: if that breaks a constraint, or a trigger fails.
+func asCreationError(err error, index int) error {
+	code := sqliteCode(err)
+	if code == sqlite3.SQLITE_CONSTRAINT { // RAISE in a trigger has this code, too
 		err = fmt.Errorf("%w: %w", errRefused, err)
-		return &creationError{index, err}
-	case sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG: // in a trigger
-		return &creationError{index, err}
 	}
-	if errors.Is(err, errRefused) {
+	switch {
+	case errors.Is(err, errRefused),
+		code == sqlite3.SQLITE_ERROR, code == sqlite3.SQLITE_MISMATCH, code == sqlite3.SQLITE_TOOBIG:
 		return &creationError{index, err}
 	}
 	return err
 }
 
-// insertAll stores creations in tx. After an error, which may be a creationError, tx must be rolled
-// back.
-func (s *store) insertAll(tx *sql.Tx, all []*creation) error {
-	if err := s.checkPath(); err != nil {
-		return unavailable(err)
+// insertTogether stores creations in one transaction, and sets their results, which are true only if
+// the error is nil. If it is a creationError, nothing is stored.
+func (s *store) insertTogether(creations []*creation) error {
+	if len(creations) == 0 {
+		return nil
 	}
-
-	now := time.Now()
-	for i, c := range all {
-		if err := s.insert(tx, c, now); err != nil {
-			return attribute(err, i)
+	err := inTx(context.Background(), s.writer, func(tx *sql.Tx) error {
+		if err := s.checkPath(); err != nil {
+			return unavailable(err)
 		}
-	}
-	return nil
+		now := time.Now()
+		for i, c := range creations {
+			if err := s.insert(tx, c, now); err != nil {
+				return asCreationError(err, i)
+			}
+		}
+		return nil
+	})
+	s.generation.Add(1) // even after an error: the pets may be on disk
+	return wrapTransient(err)
 }
 
 // insert stores c in tx, or finds the first response to its Idempotency-Key, and sets its result.
 func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
-	c.pet, c.replayed, c.err = Pet{}, false, nil // of an earlier transaction
+	c.pet, c.replayed, c.err = Pet{}, false, nil // not those of a transaction that was rolled back
 	if c.idempotencyKey != "" {
 		found, err := s.replay(tx, c, now)
 		if found || err != nil {
@@ -555,7 +562,7 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 }
 
 // insertRow runs an INSERT of one row, and returns its id. It returns errRefused, wrapped, if a trigger
-// leaves the row out, which is not an error for SQLite.
+// leaves the row out, which SQLite does not report.
 //
 // With RETURNING id, many clients would get 0.9 times as many creates in a second.
 func insertRow(statement *sql.Stmt, args ...any) (id int64, err error) {
@@ -581,7 +588,7 @@ func (s *store) remember(tx *sql.Tx, c *creation, now time.Time) error {
 	if err != nil {
 		return err
 	}
-	_, err = tx.Stmt(s.deleteIdempotencyKeys).Exec(now.Add(-idempotencyKeyLifetime).Unix())
+	_, err = tx.Stmt(s.deleteExpiredKeys).Exec(now.Add(-idempotencyKeyLifetime).Unix())
 	return err
 }
 
@@ -616,8 +623,10 @@ func backup(ctx context.Context, path, target string) error {
 	if err != nil {
 		return err
 	}
-	if _, err := os.Lstat(target); err == nil {
-		return fmt.Errorf("%q exists already; name a new file", target)
+	for _, suffix := range []string{"", "-wal", "-journal"} { // a log of another database would damage it
+		if _, err := os.Lstat(target + suffix); err == nil {
+			return fmt.Errorf("%q exists already; name a new file", target+suffix)
+		}
 	}
 
 	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
@@ -629,10 +638,10 @@ func backup(ctx context.Context, path, target string) error {
 	defer temp.Close()
 
 	if err := copyDatabase(ctx, path, temp.Name()); err != nil {
-		return explain(err)
+		return withAdvice(err)
 	}
 	if err := verify(ctx, temp.Name()); err != nil {
-		return explain(err)
+		return withAdvice(err)
 	}
 
 	if err := errors.Join(temp.Sync(), temp.Close()); err != nil {
@@ -825,7 +834,7 @@ func openPool(path, mode string, size int) *sql.DB {
 	query := url.Values{
 		"mode":      {mode},
 		"_txlock":   {"immediate"},
-		"_error_rc": {"1"}, // or an error could quote the message of another one
+		"_error_rc": {"1"}, // without it, an error could quote the message of another one
 		"_pragma": {
 			fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()),
 			"synchronous(FULL)",
@@ -873,8 +882,8 @@ func wrapTransient(err error) error {
 	return err
 }
 
-// explain adds to an error of SQLite what the operator can do.
-func explain(err error) error {
+// withAdvice adds to an error of SQLite what the operator can do.
+func withAdvice(err error) error {
 	switch sqliteCode(err) {
 	case sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY:
 		return fmt.Errorf("%w: it must be a file in an existing folder, and both must be writable", err)
