@@ -11,12 +11,13 @@ import (
 
 // keys is the set of valid API keys, by their SHA-256 sums.
 //
-// The time of a lookup depends on the sums, which a client cannot choose, and so does not help anyone
-// to guess a key.
+// The time of a lookup depends on the sums, which a client cannot choose, and so does not help
+// anyone to guess a key.
 type keys map[caller]bool
 
-// loadKeys returns the API keys in list, the value of the environment variable API_KEYS, and in the
-// file, whose name is "" if there is none. listSet says whether API_KEYS is set, perhaps to nothing.
+// loadKeys returns the API keys in list, the value of the environment variable API_KEYS, and in
+// the file, whose name is "" if there is none. listSet says whether API_KEYS is set, perhaps to
+// nothing.
 //
 // If either is given, there must be at least one key. With neither, loadKeys returns no keys. An
 // error names the place of an invalid key, but never quotes it.

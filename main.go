@@ -207,8 +207,8 @@ func runService(ctx context.Context, c config, logger *slog.Logger) error {
 	return nil
 }
 
-// listen returns a listener on c.addr, with TLS if c says so, and the scheme of its URLs: http:// or
-// https://.
+// listen returns a listener on c.addr, with TLS if c says so, and the scheme of its URLs: http://
+// or https://.
 func listen(c config) (ln net.Listener, scheme string, err error) {
 	// The certificate comes first: while it is wrong, no port is opened.
 	var tlsConfig tls.Config // without NextProtos: HTTP/1.1 only

@@ -25,9 +25,9 @@ const (
 	readTimeout       = 10 * time.Second
 	readHeaderTimeout = 5 * time.Second
 
-	// writeTimeout counts from the end of the headers. It leaves time to read the body, to wait twice
-	// for a database that is locked (for the creates before this one, and for this one), and to send
-	// the response.
+	// writeTimeout counts from the end of the headers. It leaves time to read the body, to wait
+	// twice for a database that is locked (for the creates before this one, and for this one), and
+	// to send the response.
 	writeTimeout = readTimeout + 2*busyTimeout + 5*time.Second
 
 	// idleTimeout is longer than that of common proxies (nginx 60 seconds, Caddy 120), so that they
@@ -65,8 +65,8 @@ type request struct {
 	id     string // the X-Request-Id of the response
 	caller caller // nobody until the API key is accepted
 
-	// commonHeader is that of the http.ResponseWriter. It is for what every response to this request
-	// has, even an error. What one response has is in response.header.
+	// commonHeader is that of the http.ResponseWriter. It is for what every response to this
+	// request has, even an error. What one response has is in response.header.
 	commonHeader http.Header
 }
 
@@ -121,8 +121,8 @@ func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h hand
 	s.logRequest(r, resp.status, size, time.Since(start), err)
 }
 
-// callHandler calls h. It returns a panic as an error with the stack, which is a 500 for this request
-// alone. A panic in the store ends the program instead: see exitOnPanic.
+// callHandler calls h. It returns a panic as an error with the stack, which is a 500 for this
+// request alone. A panic in the store ends the program instead: see exitOnPanic.
 func callHandler(h handler, r *request) (resp response, err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -225,8 +225,8 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	}
 	s.logger.Info("stopping", "cause", context.Cause(ctx))
 
-	// Shutdown closes idle connections at once, and so cuts off requests that are on their way. So go
-	// on for a moment, and close each connection with its response.
+	// Shutdown closes idle connections at once, and so cuts off requests that are on their way. So
+	// go on for a moment, and close each connection with its response.
 	s.draining.Store(true)
 	time.Sleep(drainTime)
 

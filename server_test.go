@@ -43,8 +43,8 @@ import (
 
 // There are three kinds of tests. A new case belongs to the first kind that can show it.
 //
-// Most tests send requests to the handler of a service in this process, which has a database file of
-// its own. SQL on that file plays the other programs:
+// Most tests send requests to the handler of a service in this process, which has a database file
+// of its own. SQL on that file plays the other programs:
 //
 //	s := newService(t)
 //	execSQL(t, s.file, "INSERT INTO pets (name, category_id) VALUES ('Rex', 7)")
@@ -66,8 +66,8 @@ import (
 //	p.add(t, "Rex", 7, "sold")
 //	p.stop(syscall.SIGKILL)
 //
-// Each response is also checked against openapi.json: see checkReply. The helpers stand at the end of
-// this file.
+// Each response is also checked against openapi.json: see checkReply. The helpers stand at the end
+// of this file.
 
 // TestMain runs the tests. In a process that a test has started, it runs the program instead.
 func TestMain(m *testing.M) {
@@ -501,26 +501,27 @@ func TestCacheIsBounded(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
 		responses int
-		size      int // of a response, in bytes
+		size      int // of a response, and of its URI, in bytes
 		most      int // responses that may be kept
 	}{
-		{responses: 50, size: 1 << 20, most: 9},
+		{responses: 50, size: 1 << 20, most: 5},
 		{responses: 100_000, size: 3, most: 30_000},
 	} {
 		kept, last := 0, false
+		padding := strings.Repeat("x", c.size)
 		var responses cache
 		var clients sync.WaitGroup // without a lock, they would collide
 		for range 4 {
 			clients.Go(func() {
 				for i := range c.responses {
-					responses.put(strconv.Itoa(i), 1, response{body: make([]byte, c.size)})
+					responses.put(strconv.Itoa(i)+padding, 1, response{body: []byte(padding)})
 					responses.get("0", 1)
 				}
 			})
 		}
 		clients.Wait()
 		for i := range c.responses {
-			if _, last = responses.get(strconv.Itoa(i), 1); last {
+			if _, last = responses.get(strconv.Itoa(i)+padding, 1); last {
 				kept++
 			}
 		}
@@ -717,8 +718,8 @@ func TestWaitingCreatesShareCommits(t *testing.T) {
 	}
 }
 
-// TestRefusedCreates adds animals that a rule of the operator refuses together with others, which must
-// be stored.
+// TestRefusedCreates adds animals that a rule of the operator refuses together with others, which
+// must be stored.
 func TestRefusedCreates(t *testing.T) {
 	t.Parallel()
 	const (
@@ -774,8 +775,8 @@ func TestRefusedCreates(t *testing.T) {
 	}
 }
 
-// TestRandomRule adds animals beside a rule that may refuse a creation that it allowed a moment before,
-// when the ones after it are left out. A 201 must be true even then.
+// TestRandomRule adds animals beside a rule that may refuse a creation that it allowed a moment
+// before, when the ones after it are left out. A 201 must be true even then.
 func TestRandomRule(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -879,8 +880,8 @@ func TestInvalidIdempotencyKeys(t *testing.T) {
 	s.post(t, rex, "Idempotency-Key: a", "Idempotency-Key: a").want(t, 400, rule)
 }
 
-// TestIdempotencyKeysExpire checks that a key is remembered for 24 hours, and that each create with a
-// key deletes two that have expired.
+// TestIdempotencyKeysExpire checks that a key is remembered for 24 hours, and that each create
+// with a key deletes two that have expired.
 func TestIdempotencyKeysExpire(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -894,12 +895,13 @@ func TestIdempotencyKeysExpire(t *testing.T) {
 	age(24*time.Hour - time.Minute)
 	wantReplayed(t, s.post(t, rex, "Idempotency-Key: a").want(t, 201), true)
 	age(2 * time.Minute)
-	wantReplayed(t, s.post(t, rex, "Idempotency-Key: a").want(t, 201), false)
+	second := s.post(t, rex, "Idempotency-Key: a").want(t, 201)
+	wantReplayed(t, second, false)
 	wantSQL(t, s.file, "SELECT count(*) FROM idempotency_keys", "3") // a, and two that have expired
 
 	s.post(t, rex, "Idempotency-Key: new").want(t, 201)
 	wantSQL(t, s.file, "SELECT group_concat(key ORDER BY key) FROM idempotency_keys", "a,new")
-	wantReplayed(t, s.post(t, rex, "Idempotency-Key: a").want(t, 201), true)
+	wantReplayed(t, s.post(t, rex, "Idempotency-Key: a").want(t, 201, second.body), true)
 }
 
 // TestSameIdempotencyKeyAtOnce sends several requests with each Idempotency-Key at the same moment:
@@ -987,7 +989,8 @@ func TestLogOfARequest(t *testing.T) {
 	}
 }
 
-// TestLogOfNetHTTP expects that the lines of net/http, which a stranger can make very long, are cut.
+// TestLogOfNetHTTP expects that the lines of net/http, which a stranger can make very long, are
+// cut.
 func TestLogOfNetHTTP(t *testing.T) {
 	t.Parallel()
 	var log logBuffer
@@ -1053,7 +1056,8 @@ func TestHelpAndVersion(t *testing.T) {
 	}
 
 	status, version, stderr := runProgram(t, notSet, "-version")
-	if !regexp.MustCompile(`^animalstore (v\S+|\(devel\)) go1\S+\n$`).MatchString(version) || status != 0 || stderr != "" {
+	form := regexp.MustCompile(`^animalstore (v\S+|\(devel\)) go1\S+\n$`)
+	if !form.MatchString(version) || status != 0 || stderr != "" {
 		t.Errorf("animalstore -version = %d, %s, %s, want 0 and the version", status, version, stderr)
 	}
 }
@@ -1101,12 +1105,13 @@ func TestMistakesInOtherSettings(t *testing.T) {
 	wantRefused(t, dir, 1, "set API_KEYS or -keys", notSet, "-addr", networkAddress(t))
 	wantRefused(t, dir, 1, `-addr "`+inUse+`": listen tcp `, "secret", "-addr", inUse)
 	wantRefused(t, dir, 1, "-tls-cert and -tls-key: tls: ", "secret", "-tls-cert", key, "-tls-key", cert)
-	wantRefused(t, dir, 1, `-db "`+dir+`/none/a.db": unable to open database file (14): it must be a file in an existing`,
-		"secret", "-db", dir+"/none/a.db")
+	missing := dir + "/none/animals.db"
+	wantRefused(t, dir, 1, `-db "`+missing+`": unable to open database file (14): it must be a file in an existing folder`,
+		"secret", "-db", missing)
 }
 
-// networkAddress returns an address at which other machines may reach this one, with port 0, or that of
-// all addresses if there is none.
+// networkAddress returns an address at which other machines may reach this one, with port 0, or
+// that of all addresses if there is none.
 func networkAddress(t *testing.T) string {
 	t.Helper()
 	addrs, err := net.InterfaceAddrs()
@@ -1437,7 +1442,7 @@ func TestRawRequests(t *testing.T) {
 			header(15 << 10):                        `200 OK\r\n(?s).*"ok"`,
 			header(17 << 10):                        `431 Request Header Fields Too Large`,
 			"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n": `401 Unauthorized\r\n(?s).*a valid API key is required`,
-			rawCreate + `{"name":`:                  `408 Request Timeout\r\n(?s).*within 10 seconds`,
+			rawCreate + `{"name":`:                  `408 Request Timeout\r\n(?s).*"request_timeout".*within 10 seconds`,
 		} {
 			got, _ := io.ReadAll(ln.dial(sent))
 
@@ -1448,7 +1453,8 @@ func TestRawRequests(t *testing.T) {
 	})
 }
 
-// Stops, under the fake clock. A stop takes at least 250 milliseconds, in which requests are accepted.
+// Stops, under the fake clock. A stop takes at least 250 milliseconds, in which requests are
+// accepted.
 
 func TestStopClosesIdleConnections(t *testing.T) {
 	withFakeClock(t, func(t *testing.T, s *service) {
@@ -1511,9 +1517,13 @@ func TestRequestThatDoesNotEndDuringAStop(t *testing.T) {
 	withFakeClock(t, func(t *testing.T, s *service) {
 		ln, stop := s.serve(t)
 		conn := ln.dial(rawCreate)
+		start := time.Now()
 
 		stop()
 
+		if took := time.Since(start); took != 6250*time.Millisecond {
+			t.Errorf("the stop took %v, want 6.25s", took)
+		}
 		s.log.want(t, `level=WARN msg="connections were cut off"`)
 		io.Copy(io.Discard, conn) // hangs unless the service closes the connection
 	})
@@ -1586,7 +1596,7 @@ func TestSettingsOfAProcess(t *testing.T) {
 	dir := t.TempDir()
 	keysFile := writeFile(t, "keys", "filed-key\n")
 
-	p := startCommand(t, command(t, "API_KEYS="+testKey, "-addr", "0.0.0.0:0", "-db", dir+"/:memory:", "-keys", keysFile))
+	p := start(t, "-addr", "0.0.0.0:0", "-db", dir+"/:memory:", "-keys", keysFile)
 
 	p.get(t, "/v1/pets").want(t, 200) // with testKey
 	p.get(t, "/v1/pets", "Authorization: Bearer filed-key").want(t, 200)
@@ -1627,8 +1637,10 @@ func TestTLS(t *testing.T) {
 	if !strings.HasPrefix(p.url, "https://") || a.Proto != "HTTP/1.1" {
 		t.Errorf("POST %s was answered over %s, want https and HTTP/1.1", p.url, a.Proto)
 	}
-	_, err := http.Get(strings.Replace(p.url, "https:", "http:", 1))
-	must(t, err) // the response is a 400 of net/http
+	old := &tls.Config{InsecureSkipVerify: true, MinVersion: tls.VersionTLS10, MaxVersion: tls.VersionTLS11}
+	if _, err := tls.Dial("tcp", strings.TrimPrefix(p.url, "https://"), old); err == nil {
+		t.Error("a client connects with TLS 1.1")
+	}
 	p.log.await(t, `level=INFO msg="http: TLS handshake error from .*"\n`)
 }
 
@@ -1682,8 +1694,8 @@ func TestHangup(t *testing.T) {
 	wantExit(t, p, -1, "")
 }
 
-// TestStopWhileACreateWaitsForALock unlocks the database when the service accepts no connections any
-// more. The create must be answered.
+// TestStopWhileACreateWaitsForALock unlocks the database when the service accepts no connections
+// any more. The create must be answered.
 func TestStopWhileACreateWaitsForALock(t *testing.T) {
 	t.Parallel()
 	file := newDatabase(t, 1)
@@ -1737,8 +1749,8 @@ func TestPanicInTheStore(t *testing.T) {
 
 // Processes: kills, full disks, moved files.
 
-// TestKilledProcessLosesNothing kills the program several times while clients add animals, each with
-// an Idempotency-Key. Repeats must get the first response, and nothing is added twice.
+// TestKilledProcessLosesNothing kills the program several times while clients add animals, each
+// with an Idempotency-Key. Repeats must get the first response, and nothing is added twice.
 func TestKilledProcessLosesNothing(t *testing.T) {
 	t.Parallel()
 	file := newDatabase(t, 0)
@@ -1789,8 +1801,8 @@ func TestKilledProcessLosesNothing(t *testing.T) {
 	})
 }
 
-// TestCheckpointAtAStart expects that a start copies what a killed process has left in the write-ahead
-// log.
+// TestCheckpointAtAStart expects that a start copies what a killed process has left in the
+// write-ahead log.
 func TestCheckpointAtAStart(t *testing.T) {
 	t.Parallel()
 	file := newDatabase(t, 0)
@@ -1866,7 +1878,18 @@ func startToMove(t *testing.T) (dir string, p *process) {
 	p = start(t, "-db", file)
 	p.add(t, "Rex", 7, "sold")
 	p.add(t, "Rex", 7, "sold")
+	wantLists(t, p, "/v1/pets?after=0&limit=")
 	return dir, p
+}
+
+// wantLists requests many lists at once, which the cache does not have.
+func wantLists(t *testing.T, p *process, target string) {
+	t.Helper()
+	var lists sync.WaitGroup
+	for i := range 50 {
+		lists.Go(func() { p.get(t, target+strconv.Itoa(5+i)).want(t, 200, `"id":5,`) })
+	}
+	lists.Wait()
 }
 
 // wantNotInPlace expects what the service does while its database is not in its place.
@@ -1875,11 +1898,7 @@ func wantNotInPlace(t *testing.T, p *process) {
 	p.post(t, rex).want(t, 503)
 	p.get(t, "/healthz").want(t, 503)
 	p.log.await(t, "level=ERROR .*the database is not in its place")
-	var lists sync.WaitGroup
-	for i := range 50 {
-		lists.Go(func() { p.get(t, fmt.Sprint("/v1/pets?limit=", 5+i)).want(t, 200, `"id":5,`) })
-	}
-	lists.Wait()
+	wantLists(t, p, "/v1/pets?limit=")
 }
 
 // wantIDs checks the ids of all animals in a database.
@@ -1982,8 +2001,8 @@ func TestBackupUnderLoad(t *testing.T) {
 	wantSQL(t, file, "SELECT max(id) - count(*) FROM pets", "0") // it is of one moment
 }
 
-// TestInterruptedBackup stops a backup that takes long, because a rule in the database does. The rule
-// is ignored while the database is made and copied, but not while the copy is verified.
+// TestInterruptedBackup stops a backup that takes long, because a rule in the database does. The
+// rule is ignored while the database is made and copied, but not while the copy is verified.
 func TestInterruptedBackup(t *testing.T) {
 	t.Parallel()
 	file := newDatabase(t, 1)
@@ -2359,8 +2378,8 @@ func decode[T any](t testing.TB, a reply) (v T) {
 	return v
 }
 
-// parseJSON parses JSON, and returns nil for what is not JSON. A number becomes a json.Number, which
-// has all its digits.
+// parseJSON parses JSON, and returns nil for what is not JSON. A number becomes a json.Number,
+// which has all its digits.
 func parseJSON(text string) (v any) {
 	dec := json.NewDecoder(strings.NewReader(text))
 	dec.UseNumber()
@@ -2427,8 +2446,8 @@ func withFakeClock(t *testing.T, test func(t *testing.T, s *service)) {
 	synctest.Test(t, func(t *testing.T) { test(t, newService(t)) })
 }
 
-// serve serves connections in memory, under a fake clock, until stop is called. stop returns when the
-// service has stopped.
+// serve serves connections in memory, under a fake clock, until stop is called. stop returns when
+// the service has stopped.
 func (s *service) serve(t *testing.T) (ln *memoryListener, stop func()) {
 	ln = &memoryListener{conns: make(chan net.Conn), closed: make(chan struct{})}
 	t.Cleanup(func() { time.Sleep(time.Minute) }) // until all goroutines of net/http have ended
@@ -2452,8 +2471,8 @@ const (
 		"\r\nContent-Length: 29\r\n\r\n"
 )
 
-// receive reads the response to a request that was sent on conn. If there is none, the test fails, and
-// the reply has status 0.
+// receive reads the response to a request that was sent on conn. If there is none, the test fails,
+// and the reply has status 0.
 func receive(t *testing.T, conn net.Conn, method, target string) reply {
 	t.Helper()
 	c := client{roundTrip: func(r *http.Request) (*http.Response, error) {
@@ -2645,8 +2664,8 @@ type process struct {
 // startedLine matches what the program logs when it serves, with its URL.
 var startedLine = regexp.MustCompile(`msg=started url=(\S+)`)
 
-// command returns a command that runs the program with an environment variable, on a free port and a
-// new database unless args say otherwise.
+// command returns a command that runs the program with an environment variable, on a free port and
+// a new database unless args say otherwise.
 func command(t testing.TB, env string, args ...string) *exec.Cmd {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
@@ -2698,7 +2717,8 @@ func (p *process) stop(sig syscall.Signal) (status int) {
 	return p.wait()
 }
 
-// wait waits until the process has ended, and returns its exit status: -1 if a signal has killed it.
+// wait waits until the process has ended, and returns its exit status: -1 if a signal has killed
+// it.
 func (p *process) wait() (status int) {
 	<-p.ended
 	return p.cmd.ProcessState.ExitCode()
@@ -2719,9 +2739,10 @@ func runProgram(t *testing.T, apiKeys string, args ...string) (status int, stdou
 	return status, out.String(), errOut.String()
 }
 
-// wantRefused runs the program on the database animals.db in dir, unless args name another one, with
-// API keys that contain the word secret, if any. It checks that the program ends with a status and one
-// line on standard error, which contains words but no key, and that it changes nothing in dir.
+// wantRefused runs the program on the database animals.db in dir, unless args name another one,
+// with API keys that contain the word secret, if any. It checks that the program ends with a
+// status and one line on standard error, which contains words but no key, and that it changes
+// nothing in dir.
 func wantRefused(t *testing.T, dir string, status int, words, apiKeys string, args ...string) {
 	t.Helper()
 	before := snapshot(t, dir)

@@ -71,8 +71,8 @@ type listOptions struct {
 	after  int64  // list only greater ids
 }
 
-// caller identifies a client by the SHA-256 sum of its API key, which itself is not kept. Each caller
-// has its own Idempotency-Keys. The zero caller is nobody.
+// caller identifies a client by the SHA-256 sum of its API key, which itself is not kept. Each
+// caller has its own Idempotency-Keys. The zero caller is nobody.
 type caller [sha256.Size]byte
 
 // migrations[v] takes a database from schema version v to version v+1. The version is PRAGMA
@@ -120,17 +120,18 @@ type store struct {
 	info   os.FileInfo // of the database when it was opened, for checkPath
 	logger *slog.Logger
 
-	// While generation stays the same, responses that were read in it are true. It grows after each
-	// commit: before create returns for those of this process, and within watchInterval for those of
-	// other programs. It may also grow without a commit, which costs the cache a few reads.
+	// While generation stays the same, responses that were read in it are true. It grows after
+	// each commit: before create returns for those of this process, and within watchInterval for
+	// those of other programs. It may also grow without a commit, which costs the cache a few
+	// reads.
 	generation atomic.Int64
 	watcher    *sql.DB        // one connection, for watch
 	closing    chan struct{}  // closed by close, to end watch
 	watching   sync.WaitGroup // the goroutine of watch
 
-	// Pets are read on a pool of connections. readSlots is a semaphore with a slot for each of them,
-	// which serves waiting requests in their order. The pool itself serves them at random, so that a
-	// few of many would wait very long.
+	// Pets are read on a pool of connections. readSlots is a semaphore with a slot for each of
+	// them, which serves waiting requests in their order. The pool itself serves them at random,
+	// so that a few of many would wait very long.
 	readers            *sql.DB
 	readSlots          chan struct{}
 	selectPage         *sql.Stmt
@@ -144,8 +145,8 @@ type store struct {
 	insertIdempotencyKey *sql.Stmt
 	deleteExpiredKeys    *sql.Stmt
 
-	// gatheringMu guards gathering, the batch that creations join. Once a batch is being stored, it is
-	// no longer this one, and so does not grow.
+	// gatheringMu guards gathering, the batch that creations join. Once a batch is being stored,
+	// it is no longer this one, and so does not grow.
 	gatheringMu sync.Mutex
 	gathering   *batch
 }
@@ -264,8 +265,8 @@ func (s *store) close() error {
 	close(s.closing)
 	s.watching.Wait()
 
-	// Wait for the batch that is being stored, and for all reads. Nothing is stored or read from here
-	// on: the writer's connection must be the last to be closed.
+	// Wait for the batch that is being stored, and for all reads. Nothing is stored or read from
+	// here on: the writer's connection must be the last to be closed.
 	s.writing.Lock()
 	for range cap(s.readSlots) {
 		s.readSlots <- struct{}{}
@@ -335,8 +336,8 @@ func (s *store) checkPath() error {
 
 // list returns a page of pets, by ascending id, and whether more follow.
 //
-// There is no context: an index and a LIMIT keep the query short, and database/sql starts a goroutine
-// for each query that can be cancelled, which costs 15 % of the lists in a second.
+// There is no context: an index and a LIMIT keep the query short, and database/sql starts a
+// goroutine for each query that can be cancelled, which costs 15 % of the lists in a second.
 func (s *store) list(o listOptions) (pets []Pet, more bool, err error) {
 	statement, args := s.selectPage, []any{o.after, o.limit + 1}
 	if o.status != "" {
@@ -397,7 +398,8 @@ type creation struct {
 }
 
 // batch is a set of creations that are stored together, with one wait for the disk (group commit;
-// BenchmarkCreates shows what that gains). It gathers them while the batch before it is being stored.
+// BenchmarkCreates shows what that gains). It gathers them while the batch before it is being
+// stored.
 type batch struct {
 	creations []*creation
 	done      chan struct{} // closed when all results are final
@@ -413,8 +415,8 @@ func newBatch() *batch {
 // If who has already used idempotencyKey ("" for none) within idempotencyKeyLifetime, it stores
 // nothing, and returns the first result with replayed set, or errIdempotencyKeyReused if p differs.
 //
-// After errIdempotencyKeyReused, errRefused or errUnavailable p is not stored. After another error it
-// may be.
+// After errIdempotencyKeyReused, errRefused or errUnavailable p is not stored. After another error
+// it may be.
 //
 // There is no context: a client that disconnects must not break the commit that it shares with
 // others.
@@ -462,8 +464,8 @@ func (s *store) storeBatch(b *batch) {
 }
 
 // commit stores creations, and sets their results. They share one transaction, unless one of them
-// cannot be stored. Then that one is left out, those before it share a transaction, and commit goes on
-// with those after it. So none is inserted more than twice, however many cannot be stored.
+// cannot be stored. Then that one is left out, those before it share a transaction, and commit
+// goes on with those after it. So none is inserted more than twice, however many cannot be stored.
 func (s *store) commit(creations []*creation) {
 	for len(creations) > 0 {
 		err := s.insertTogether(creations)
@@ -517,8 +519,8 @@ func asCreationError(err error, index int) error {
 	return err
 }
 
-// insertTogether stores creations in one transaction, and sets their results, which are true only if
-// the error is nil. If it is a creationError, nothing is stored.
+// insertTogether stores creations in one transaction, and sets their results, which are true only
+// if the error is nil. If it is a creationError, nothing is stored.
 func (s *store) insertTogether(creations []*creation) error {
 	if len(creations) == 0 {
 		return nil
@@ -561,8 +563,8 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 	return s.remember(tx, c, now)
 }
 
-// insertRow runs an INSERT of one row, and returns its id. It returns errRefused, wrapped, if a trigger
-// leaves the row out, which SQLite does not report.
+// insertRow runs an INSERT of one row, and returns its id. It returns errRefused, wrapped, if a
+// trigger leaves the row out, which SQLite does not report.
 //
 // With RETURNING id, many clients would get 0.9 times as many creates in a second.
 func insertRow(statement *sql.Stmt, args ...any) (id int64, err error) {
@@ -727,16 +729,16 @@ func migrate(db *sql.DB, steps []string) (isNew bool, err error) {
 	return isNew, err
 }
 
-// inTx runs f in a transaction of db, and commits that if f returns nil. Otherwise it rolls back, and
-// returns the error of f.
+// inTx runs f in a transaction of db, and commits that if f returns nil. Otherwise it rolls back,
+// and returns the error of f.
 func inTx(ctx context.Context, db *sql.DB, f func(tx *sql.Tx) error) error {
 	tx, err := db.BeginTx(ctx, nil)
 	if err != nil {
 		return err
 	}
 	if err := f(tx); err != nil {
-		// Not deferred: after a panic in a statement, it would wait for a lock for ever. Its own error
-		// says nothing new: SQLite may have rolled back already.
+		// Not deferred: after a panic in a statement, it would wait for a lock for ever. Its own
+		// error says nothing new: SQLite may have rolled back already.
 		tx.Rollback()
 		return err
 	}
@@ -803,8 +805,8 @@ func walPath(path string) string {
 }
 
 // syncWAL makes durable what a killed process may have left in the WAL of the database at path: a
-// repeated request must not acknowledge it before. A checkpoint would not do, because it syncs nothing
-// while another program, such as Litestream, reads the WAL.
+// repeated request must not acknowledge it before. A checkpoint would not do, because it syncs
+// nothing while another program, such as Litestream, reads the WAL.
 func syncWAL(path string) error {
 	wal, err := os.OpenFile(walPath(path), os.O_RDWR, 0)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -829,7 +831,8 @@ func fileSize(path string) int64 {
 // openPool returns a pool of up to size connections to the database at path, which is absolute.
 // mode is SQLite's: ro, rw or rwc. None is open yet.
 //
-// The parameters with an underscore are described at https://pkg.go.dev/modernc.org/sqlite#Driver.Open.
+// The parameters with an underscore are described at
+// https://pkg.go.dev/modernc.org/sqlite#Driver.Open.
 func openPool(path, mode string, size int) *sql.DB {
 	query := url.Values{
 		"mode":      {mode},
@@ -855,8 +858,8 @@ func openPool(path, mode string, size int) *sql.DB {
 // exitOnPanic, deferred, ends the program after a panic in the store, with status 1.
 //
 // A panic in a handler becomes a 500 for that request alone (see callHandler). A panic in
-// database/sql or below leaves a connection in use, or a transaction open. The program must not go on
-// with that, but be started again.
+// database/sql or below leaves a connection in use, or a transaction open. The program must not go
+// on with that, but be started again.
 func (s *store) exitOnPanic() {
 	if p := recover(); p != nil {
 		s.logger.Error("panic in the store", "panic", p, "stack", string(debug.Stack()))
