@@ -11,8 +11,7 @@ import (
 
 // keys is the set of valid API keys, by their SHA-256 sums.
 //
-// The time of a lookup depends on the sums, which a client cannot choose, and so does not help
-// anyone to guess a key.
+// A lookup compares SHA-256 sums, so its duration reveals nothing useful about a key.
 type keys map[caller]bool
 
 // loadKeys returns the API keys in list, the value of the environment variable API_KEYS, and in

@@ -143,7 +143,8 @@ func getOpenAPI(*request) (response, error) {
 	return response{status: http.StatusOK, body: openAPI}, nil
 }
 
-// deprecatedHeader is in every response of the deprecated operation.
+// deprecatedHeader is in every response of the deprecated operation, but not in the 405s of its
+// path.
 var deprecatedHeader = http.Header{
 	"Deprecation": {"@1795132800"},                   // RFC 9745: 20 November 2026
 	"Sunset":      {"Thu, 05 Dec 2030 00:00:00 GMT"}, // RFC 8594
@@ -227,7 +228,7 @@ func (c *cache) put(uri string, generation int64, resp response) {
 		c.responses = map[string]response{}
 		c.size = 0
 	}
-	const overhead = 300                   // bytes that a response takes beside its texts
+	const overhead = 300                   // bytes that a response takes beside its URI and body
 	c.responses[strings.Clone(uri)] = resp // uri may share memory with a longer string
 	c.size += overhead + len(uri) + len(resp.body)
 }
@@ -244,10 +245,10 @@ func parseListOptions(rawQuery string) (query url.Values, o listOptions, err err
 	for _, name := range slices.Sorted(maps.Keys(query)) {
 		v.check(len(query[name]) == 1, "%.64q must not be repeated", name)
 		value := query[name][0]
-		n, isInt := parseInt(value)
 
 		switch name {
 		case "limit":
+			n, isInt := parseInt(value)
 			o.limit = int(n)
 			v.check(isInt && n >= 1 && n <= maxLimit,
 				"limit must be an integer from 1 to %d", maxLimit)
@@ -255,6 +256,7 @@ func parseListOptions(rawQuery string) (query url.Values, o listOptions, err err
 			o.status = value
 			v.checkStatus(value)
 		case "after":
+			n, isInt := parseInt(value)
 			o.after = n
 			v.check(isInt && n >= 0,
 				"after must be the last id of a page, an integer from 0 to %d", int64(math.MaxInt64))

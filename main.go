@@ -10,7 +10,7 @@
 //   - A client can repeat a request safely, with an Idempotency-Key.
 //   - The operator may read and change the database with other programs while the service runs.
 //     Lists show the changes within a second (cache in handlers.go, watch in store.go).
-//   - No request can hold up others, or take unlimited memory: the limits stand at the top of
+//   - No request can block others for long, or take unlimited memory: the limits stand at the top of
 //     server.go and handlers.go.
 package main
 
@@ -34,11 +34,11 @@ import (
 func main() {
 	signal.Ignore(syscall.SIGPIPE) // a log that nobody reads any more must not end the process
 
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	status := run(ctx, os.Args[1:], os.LookupEnv, os.Stdout, os.Stderr)
-	stop() // not before: a second signal, perhaps of a service manager, must not kill the process
+	// This is never undone: a second signal, perhaps of a service manager, must not kill the
+	// process before it exits by itself.
+	ctx, _ := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 
-	os.Exit(status)
+	os.Exit(run(ctx, os.Args[1:], os.LookupEnv, os.Stdout, os.Stderr))
 }
 
 // run does what the command line says, until ctx is cancelled. lookupEnv is os.LookupEnv or a

@@ -54,7 +54,8 @@ var serviceHeader = http.Header{
 	"X-Content-Type-Options": {"nosniff"},
 }
 
-// handler answers a request. It returns a response, or an error, which errors.go turns into one.
+// handler answers a request. It returns a response, or an error, which errorResponse turns into
+// one.
 //
 // It is not an http.Handler, so that it can return an error, and cannot send two responses.
 type handler func(r *request) (response, error)
@@ -65,8 +66,8 @@ type request struct {
 	id     string // the X-Request-Id of the response
 	caller caller // nobody until the API key is accepted
 
-	// commonHeader is that of the http.ResponseWriter. It is for what every response to this
-	// request has, even an error. What one response has is in response.header.
+	// commonHeader is sent with whatever the handler returns, even an error, which has no headers
+	// of its own. It is the header of the http.ResponseWriter.
 	commonHeader http.Header
 }
 

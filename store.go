@@ -114,7 +114,7 @@ var migrations = []string{
 // (WAL), the file with the suffix -wal, and a checkpoint copies that to the database later. See
 // https://sqlite.org/wal.html.
 //
-// All methods but close may be called concurrently.
+// create, list, get and checkHealth may be called concurrently.
 type store struct {
 	path   string
 	info   os.FileInfo // of the database when it was opened, for checkPath
@@ -265,8 +265,8 @@ func (s *store) close() error {
 	close(s.closing)
 	s.watching.Wait()
 
-	// Wait for the batch that is being stored, and for all reads. Nothing is stored or read from
-	// here on: the writer's connection must be the last to be closed.
+	// Wait for the batch that is being stored, and for all reads, and let no others begin: the writer's
+	// connection must be the last to be closed.
 	s.writing.Lock()
 	for range cap(s.readSlots) {
 		s.readSlots <- struct{}{}
@@ -458,40 +458,37 @@ func (s *store) storeBatch(b *batch) {
 	defer s.writing.Unlock()
 	defer s.exitOnPanic() // before Unlock
 
-	s.endGathering()
+	s.endGathering() // not before Lock: b gathers as long as it waits
 	s.commit(b.creations)
 	close(b.done)
 }
 
-// commit stores creations, and sets their results. They share one transaction, unless one of them
-// cannot be stored. Then that one is left out, those before it share a transaction, and commit
-// goes on with those after it. So none is inserted more than twice, however many cannot be stored.
+// commit stores creations in their order, and sets their results. They share one transaction,
+// unless one of them cannot be stored. Then those before it get a transaction of their own, and it
+// is the first of the next one: if it fails there, it is left out. So a creation is only refused
+// because of what is stored, and none is inserted more than three times, unless a rule changes its
+// mind.
 func (s *store) commit(creations []*creation) {
+	next := creations // the first ones of creations, for the next transaction
 	for len(creations) > 0 {
-		err := s.insertTogether(creations)
+		err := s.insertTogether(next)
 		failed, ok := errors.AsType[*creationError](err)
-		if !ok {
-			fail(creations, err)
+		switch {
+		case err == nil:
+			creations = creations[len(next):]
+			next = creations
+		case ok && failed.index > 0:
+			next = creations[:failed.index]
+		case ok:
+			creations[0].err = failed.cause
+			creations = creations[1:]
+			next = creations
+		default: // the database fails: do not try on, because each transaction may wait for a lock
+			for _, c := range creations {
+				c.err = err
+			}
 			return
 		}
-
-		// If the database fails now, do not try on: each transaction may wait for a lock.
-		if err := s.insertTogether(creations[:failed.index]); err != nil {
-			fail(creations, err)
-			return
-		}
-		creations[failed.index].err = failed.cause
-		creations = creations[failed.index+1:]
-	}
-}
-
-// fail makes err the result of creations, unless it is nil.
-func fail(creations []*creation, err error) {
-	if err == nil {
-		return
-	}
-	for _, c := range creations {
-		c.err = err
 	}
 }
 
@@ -522,9 +519,6 @@ func asCreationError(err error, index int) error {
 // insertTogether stores creations in one transaction, and sets their results, which are true only
 // if the error is nil. If it is a creationError, nothing is stored.
 func (s *store) insertTogether(creations []*creation) error {
-	if len(creations) == 0 {
-		return nil
-	}
 	err := inTx(context.Background(), s.writer, func(tx *sql.Tx) error {
 		if err := s.checkPath(); err != nil {
 			return unavailable(err)
