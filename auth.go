@@ -9,9 +9,8 @@ import (
 	"strings"
 )
 
-// keys is the set of valid API keys, by their SHA-256 sums.
-//
-// A lookup compares SHA-256 sums, so its duration reveals nothing useful about a key.
+// keys is the set of valid API keys, as SHA-256 sums, so that the duration of a lookup reveals
+// nothing useful about a key.
 type keys map[caller]bool
 
 // loadKeys returns the API keys in list, the value of the environment variable API_KEYS, and in
@@ -94,7 +93,7 @@ func (k keys) requireKey(next handler) handler {
 		if given {
 			challenge += `, error="invalid_token"`
 		}
-		r.commonHeader.Set("WWW-Authenticate", challenge)
+		r.responseHeader.Set("WWW-Authenticate", challenge)
 		return response{}, newError(http.StatusUnauthorized, "a valid API key is required, in one "+
 			"header Authorization: Bearer API_KEY; GET /openapi.json describes this interface")
 	}

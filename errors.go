@@ -29,7 +29,8 @@ var errorCodes = map[int]string{
 	http.StatusServiceUnavailable:    "unavailable",
 }
 
-// storeErrors has the status for each error of the store. The client sees its text, too.
+// storeErrors has the status for each error of the store. The client also sees the text of err, but
+// not of what wraps it.
 var storeErrors = []struct {
 	err    error
 	status int

@@ -154,7 +154,7 @@ var deprecatedHeader = http.Header{
 // deprecated marks every response of next as one of a deprecated operation, which will be removed.
 func deprecated(next handler) handler {
 	return func(r *request) (response, error) {
-		maps.Copy(r.commonHeader, deprecatedHeader)
+		maps.Copy(r.responseHeader, deprecatedHeader)
 		return next(r)
 	}
 }
@@ -162,7 +162,7 @@ func deprecated(next handler) handler {
 // methodNotAllowed answers a request for a known path with a method other than the allowed ones.
 func methodNotAllowed(allowed string) handler {
 	return func(r *request) (response, error) {
-		r.commonHeader.Set("Allow", allowed)
+		r.responseHeader.Set("Allow", allowed)
 		return response{}, newError(http.StatusMethodNotAllowed, "this path allows only %s", allowed)
 	}
 }

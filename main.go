@@ -10,7 +10,7 @@
 //   - A client can repeat a request safely, with an Idempotency-Key.
 //   - The operator may read and change the database with other programs while the service runs.
 //     Lists show the changes within a second (cache in handlers.go, watch in store.go).
-//   - No request can block others for long, or take unlimited memory: the limits stand at the top of
+//   - No single request can block others for long, or take unlimited memory: the limits stand at the top of
 //     server.go and handlers.go.
 package main
 
@@ -179,17 +179,21 @@ func runService(ctx context.Context, c config, logger *slog.Logger) error {
 			"-addr must be on loopback, such as 127.0.0.1:8080")
 	}
 
+	var madeKey string
+	if len(k) == 0 {
+		madeKey = rand.Text() // so that `go run .` is all that a newcomer needs
+		if err := k.add(madeKey); err != nil {
+			return err
+		}
+	}
+
 	st, err := openStore(c.db, logger)
 	if err != nil {
 		return fmt.Errorf("-db %q: %w", c.db, err)
 	}
 
-	if len(k) == 0 {
-		key := rand.Text() // so that `go run .` is all that a newcomer needs
-		if err := k.add(key); err != nil {
-			return errors.Join(err, st.close())
-		}
-		logger.Info("no API key is set: made one for this run", "api_key", key)
+	if madeKey != "" {
+		logger.Info("no API key is set: made one for this run", "api_key", madeKey)
 	}
 	logger.Info("started",
 		"url", scheme+ln.Addr().String(),

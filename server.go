@@ -34,7 +34,7 @@ const (
 	// close first: a proxy could send a request just when the service closes the connection.
 	idleTimeout = 150 * time.Second
 
-	// maxHeader is in bytes.
+	// maxHeader is for the request line and all headers, in bytes.
 	maxHeader = 16 << 10
 
 	// After a stop signal, the server accepts requests for drainTime. Those in progress then have
@@ -66,15 +66,15 @@ type request struct {
 	id     string // the X-Request-Id of the response
 	caller caller // nobody until the API key is accepted
 
-	// commonHeader is sent with whatever the handler returns, even an error, which has no headers
-	// of its own. It is the header of the http.ResponseWriter.
-	commonHeader http.Header
+	// responseHeader is the header of the http.ResponseWriter. What a handler sets here is sent
+	// with its response, or with the error that it returns. A response adds its own header to it.
+	responseHeader http.Header
 }
 
 // response is what to send. Do not change its header and body in place: they may be in the cache.
 type response struct {
 	status int
-	header http.Header // nil for none
+	header http.Header // added to request.responseHeader; nil for none
 	body   []byte      // JSON
 }
 
@@ -110,9 +110,9 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // answer answers a request with h, and logs it.
 func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h handler) {
 	start := time.Now()
-	r := &request{Request: httpRequest, id: rand.Text(), commonHeader: w.Header()}
-	maps.Copy(r.commonHeader, serviceHeader)
-	r.commonHeader.Set("X-Request-Id", r.id)
+	r := &request{Request: httpRequest, id: rand.Text(), responseHeader: w.Header()}
+	maps.Copy(r.responseHeader, serviceHeader)
+	r.responseHeader.Set("X-Request-Id", r.id)
 
 	resp, err := callHandler(h, r)
 	if err != nil {

@@ -3002,6 +3002,7 @@ func documentFault(r *http.Request, a reply, body any) string {
 	method := strings.ToLower(strings.Replace(r.Method, "HEAD", "GET", 1))
 	op, found := apiDocument.Paths[path][method]
 	if !found || r.URL.RawPath != "" { // which is set for an unusual encoding, as of %2F
+		// Only itself, unknown paths, wrong methods and the panic of a test are not documented.
 		itself := path == "/openapi.json" && a.StatusCode == 200
 		if !itself && !slices.Contains([]int{401, 404, 405, 500}, a.StatusCode) {
 			return "no such operation"
@@ -3023,6 +3024,15 @@ func documentFault(r *http.Request, a reply, body any) string {
 		if count := len(a.Header[name]); count > 1 || count == 0 && header.Required {
 			return "one " + name
 		}
+		for _, text := range a.Header[name] {
+			var value any = text
+			if header.Schema.Type == "integer" {
+				value = json.Number(text)
+			}
+			if fault := header.Schema.fault(value); fault != "" {
+				return name + ": " + fault
+			}
+		}
 	}
 	for name := range a.Header {
 		if !slices.Contains(documented, name) {
@@ -3035,17 +3045,19 @@ func documentFault(r *http.Request, a reply, body any) string {
 	return resp.Content["application/json"].Schema.fault(body)
 }
 
-// fault returns how a value, as parseJSON returns it, breaks the schema, or "": a wrong type, or a
-// member that is missing or not named there.
+// fault returns how a value, as parseJSON returns it, breaks the schema, or "". A member that the
+// schema does not name breaks it, too.
 func (s schema) fault(value any) string {
 	s = resolve(s.Ref, apiDocument.Components.Schemas, s)
 	ok := false
 	switch value := value.(type) {
 	case string:
-		ok = s.Type == "string" && (s.Enum == nil || slices.Contains(s.Enum, value))
+		ok = s.Type == "string" && (s.Enum == nil || slices.Contains(s.Enum, value)) &&
+			regexp.MustCompile(s.Pattern).MatchString(value)
 	case json.Number:
-		_, isInt := parseInt(value.String())
-		ok = s.Type == "integer" && isInt
+		n, isInt := parseInt(value.String())
+		ok = s.Type == "integer" && isInt && (s.Minimum == nil || n >= *s.Minimum) &&
+			(s.Maximum == nil || n <= *s.Maximum)
 	case []any:
 		ok = s.Type == "array" && len(value) <= s.MaxItems
 		for _, item := range value {

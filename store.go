@@ -265,8 +265,8 @@ func (s *store) close() error {
 	close(s.closing)
 	s.watching.Wait()
 
-	// Wait for the batch that is being stored, and for all reads, and let no others begin: the writer's
-	// connection must be the last to be closed.
+	// Wait for the batch that is being stored, and for all reads, and let no others begin: the
+	// writer's connection must be the last to be closed. Lock and slots are never given back.
 	s.writing.Lock()
 	for range cap(s.readSlots) {
 		s.readSlots <- struct{}{}
@@ -392,8 +392,13 @@ type creation struct {
 	caller         caller
 	idempotencyKey string // "" for none
 
+	result // set once it is final
+}
+
+// result is what a client gets for a creation.
+type result struct {
 	pet      Pet
-	replayed bool // pet is from the first response to idempotencyKey
+	replayed bool // pet is from the first response to the Idempotency-Key
 	err      error
 }
 
@@ -465,26 +470,29 @@ func (s *store) storeBatch(b *batch) {
 
 // commit stores creations in their order, and sets their results. They share one transaction,
 // unless one of them cannot be stored. Then those before it get a transaction of their own, and it
-// is the first of the next one: if it fails there, it is left out. So a creation is only refused
-// because of what is stored, and none is inserted more than three times, unless a rule changes its
-// mind.
-func (s *store) commit(creations []*creation) {
-	next := creations // the first ones of creations, for the next transaction
-	for len(creations) > 0 {
-		err := s.insertTogether(next)
+// is the first of the next one: if it fails there, it is left out. So a creation is refused only
+// because of what is stored. None is inserted more than three times, unless a rule refuses what it
+// has accepted before (as one with random() does).
+func (s *store) commit(pending []*creation) {
+	attempt := pending // the first ones of pending, for the next transaction
+	for len(pending) > 0 {
+		results, err := s.insertTogether(attempt)
 		failed, ok := errors.AsType[*creationError](err)
 		switch {
-		case err == nil:
-			creations = creations[len(next):]
-			next = creations
-		case ok && failed.index > 0:
-			next = creations[:failed.index]
-		case ok:
-			creations[0].err = failed.cause
-			creations = creations[1:]
-			next = creations
+		case err == nil: // go on with the rest
+			for i, c := range attempt {
+				c.result = results[i]
+			}
+			pending = pending[len(attempt):]
+			attempt = pending
+		case ok && failed.index > 0: // first those before it
+			attempt = pending[:failed.index]
+		case ok: // it was the first, so it alone is to blame
+			pending[0].err = failed.cause
+			pending = pending[1:]
+			attempt = pending
 		default: // the database fails: do not try on, because each transaction may wait for a lock
-			for _, c := range creations {
+			for _, c := range pending {
 				c.err = err
 			}
 			return
@@ -516,45 +524,46 @@ func asCreationError(err error, index int) error {
 	return err
 }
 
-// insertTogether stores creations in one transaction, and sets their results, which are true only
-// if the error is nil. If it is a creationError, nothing is stored.
-func (s *store) insertTogether(creations []*creation) error {
-	err := inTx(context.Background(), s.writer, func(tx *sql.Tx) error {
+// insertTogether stores creations in one transaction, and returns their results. After an error,
+// which may be a creationError, it has none.
+func (s *store) insertTogether(creations []*creation) (results []result, err error) {
+	err = inTx(context.Background(), s.writer, func(tx *sql.Tx) error {
 		if err := s.checkPath(); err != nil {
 			return unavailable(err)
 		}
 		now := time.Now()
 		for i, c := range creations {
-			if err := s.insert(tx, c, now); err != nil {
+			r, err := s.insert(tx, c, now)
+			if err != nil {
 				return asCreationError(err, i)
 			}
+			results = append(results, r)
 		}
 		return nil
 	})
 	s.generation.Add(1) // even after an error: the pets may be on disk
-	return wrapTransient(err)
+	return results, wrapTransient(err)
 }
 
-// insert stores c in tx, or finds the first response to its Idempotency-Key, and sets its result.
-func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
-	c.pet, c.replayed, c.err = Pet{}, false, nil // not those of a transaction that was rolled back
+// insert stores c in tx, or finds the first response to its Idempotency-Key.
+func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) (result, error) {
 	if c.idempotencyKey != "" {
-		found, err := s.replay(tx, c, now)
+		first, found, err := s.replay(tx, c, now)
 		if found || err != nil {
-			return err
+			return first, err
 		}
 	}
 
 	id, err := insertRow(tx.Stmt(s.insertPet), c.Name, c.CategoryID, c.Status)
 	if err != nil {
-		return err
+		return result{}, err
 	}
-	c.pet = Pet{ID: id, NewPet: c.NewPet}
-
-	if c.idempotencyKey == "" {
-		return nil
+	if c.idempotencyKey != "" {
+		if err := s.remember(tx, c, id, now); err != nil {
+			return result{}, err
+		}
 	}
-	return s.remember(tx, c, now)
+	return result{pet: Pet{ID: id, NewPet: c.NewPet}}, nil
 }
 
 // insertRow runs an INSERT of one row, and returns its id. It returns errRefused, wrapped, if a
@@ -576,11 +585,11 @@ func insertRow(statement *sql.Stmt, args ...any) (id int64, err error) {
 	return result.LastInsertId()
 }
 
-// remember stores the result of c as the first response to its Idempotency-Key. It deletes two that
-// have expired, so that they cannot pile up.
-func (s *store) remember(tx *sql.Tx, c *creation, now time.Time) error {
+// remember stores id and c as the first response to the Idempotency-Key of c. It deletes two keys
+// that have expired, so that they cannot pile up.
+func (s *store) remember(tx *sql.Tx, c *creation, id int64, now time.Time) error {
 	_, err := insertRow(tx.Stmt(s.insertIdempotencyKey), c.caller[:], c.idempotencyKey, now.Unix(),
-		c.pet.ID, c.Name, c.CategoryID, c.Status)
+		id, c.Name, c.CategoryID, c.Status)
 	if err != nil {
 		return err
 	}
@@ -588,25 +597,24 @@ func (s *store) remember(tx *sql.Tx, c *creation, now time.Time) error {
 	return err
 }
 
-// replay looks for the first response to the Idempotency-Key of c. If it is found, it is the result
-// of c.
-func (s *store) replay(tx *sql.Tx, c *creation, now time.Time) (found bool, err error) {
-	p := &c.pet
+// replay looks for the first response to the Idempotency-Key of c.
+func (s *store) replay(tx *sql.Tx, c *creation, now time.Time) (first result, found bool, err error) {
+	p := &first.pet
 	oldest := now.Add(-idempotencyKeyLifetime).Unix()
 	err = tx.Stmt(s.selectIdempotencyKey).QueryRow(c.caller[:], c.idempotencyKey, oldest).
 		Scan(&p.ID, &p.Name, &p.CategoryID, &p.Status)
 	if errors.Is(err, sql.ErrNoRows) {
-		return false, nil
+		return result{}, false, nil
 	}
 	if err != nil {
-		return false, err
+		return result{}, false, err
 	}
 
-	c.replayed = true
+	first.replayed = true
 	if p.NewPet != c.NewPet {
-		c.err = errIdempotencyKeyReused
+		first.err = errIdempotencyKeyReused
 	}
-	return true, nil
+	return first, true, nil
 }
 
 // backup writes a copy of the database at path, which may be in use, to the new file target. The
