@@ -332,7 +332,7 @@ func parseNewPet(body []byte) (NewPet, error) {
 	for members.More() {
 		name, value, err := nextMember(members)
 		if err != nil {
-			return p, err
+			return p, err // impossible: openObject has validated body
 		}
 		v.check(!seen[name], "%.64q must not be repeated", name)
 		seen[name] = true
@@ -406,7 +406,7 @@ func parseName(value []byte) (name string, ok bool) {
 }
 
 // validator collects everything that is wrong with a request, so that the client can correct it all
-// at once. What it quotes of a request, it cuts to 64 characters.
+// at once. Callers quote at most 64 characters of a request.
 type validator struct{ faults []string }
 
 // check adds a fault unless ok is true.

@@ -67,14 +67,14 @@ type request struct {
 	caller caller // nobody until the API key is accepted
 
 	// responseHeader is the header of the http.ResponseWriter. What a handler sets here is sent
-	// with its response, or with the error that it returns. A response adds its own header to it.
+	// with its response, or with the error that it returns.
 	responseHeader http.Header
 }
 
 // response is what to send. Do not change its header and body in place: they may be in the cache.
 type response struct {
 	status int
-	header http.Header // added to request.responseHeader; nil for none
+	header http.Header // beside request.responseHeader; nil for none
 	body   []byte      // JSON
 }
 

@@ -120,10 +120,10 @@ type store struct {
 	info   os.FileInfo // of the database when it was opened, for checkPath
 	logger *slog.Logger
 
-	// While generation stays the same, responses that were read in it are true. It grows after
-	// each commit: before create returns for those of this process, and within watchInterval for
-	// those of other programs. It may also grow without a commit, which costs the cache a few
-	// reads.
+	// While generation stays the same, responses that were read in it are true, except that
+	// commits of other programs may be noticed only after watchInterval. It grows after each
+	// commit, before create returns. It may also grow without a commit, which costs the cache a
+	// few reads.
 	generation atomic.Int64
 	watcher    *sql.DB        // one connection, for watch
 	closing    chan struct{}  // closed by close, to end watch
@@ -469,8 +469,8 @@ func (s *store) storeBatch(b *batch) {
 }
 
 // commit stores creations in their order, and sets their results. They share one transaction,
-// unless one of them cannot be stored. Then those before it get a transaction of their own, and it
-// is the first of the next one: if it fails there, it is left out. So a creation is refused only
+// unless one of them cannot be stored. Then those before that one get a transaction of their own,
+// and that one begins the next: if it fails there, it is left out. So a creation is refused only
 // because of what is stored. None is inserted more than three times, unless a rule refuses what it
 // has accepted before (as one with random() does).
 func (s *store) commit(pending []*creation) {
@@ -542,7 +542,10 @@ func (s *store) insertTogether(creations []*creation) (results []result, err err
 		return nil
 	})
 	s.generation.Add(1) // even after an error: the pets may be on disk
-	return results, wrapTransient(err)
+	if err != nil {
+		return nil, wrapTransient(err)
+	}
+	return results, nil
 }
 
 // insert stores c in tx, or finds the first response to its Idempotency-Key.
@@ -566,8 +569,8 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) (result, error) {
 	return result{pet: Pet{ID: id, NewPet: c.NewPet}}, nil
 }
 
-// insertRow runs an INSERT of one row, and returns its id. It returns errRefused, wrapped, if a
-// trigger leaves the row out, which SQLite does not report.
+// insertRow runs an INSERT of one row, and returns its rowid, the id of a pet. It returns
+// errRefused, wrapped, if a trigger leaves the row out, which SQLite does not report.
 //
 // With RETURNING id, many clients would get 0.9 times as many creates in a second.
 func insertRow(statement *sql.Stmt, args ...any) (id int64, err error) {
@@ -893,7 +896,8 @@ func withAdvice(err error) error {
 	case sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY:
 		return fmt.Errorf("%w: it must be a file in an existing folder, and both must be writable", err)
 	case sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB:
-		return fmt.Errorf("%w: it is damaged: put a backup in its place", err)
+		return fmt.Errorf("%w: it is damaged, or not an SQLite database: "+
+			"check the path, or put a backup in its place", err)
 	}
 	return err
 }
