@@ -386,6 +386,9 @@ func (s *store) get(id int64) (Pet, error) {
 	return pets[0], nil
 }
 
+// errNoResult would be a mistake in commit. It makes sure that such a mistake is not taken for success.
+var errNoResult = errors.New("the creation has no result")
+
 // creation is a pet to be stored, and then the result.
 type creation struct {
 	NewPet
@@ -429,6 +432,7 @@ func (s *store) create(who caller, idempotencyKey string, p NewPet) (
 	stored Pet, replayed bool, err error,
 ) {
 	c := &creation{NewPet: p, caller: who, idempotencyKey: idempotencyKey}
+	c.err = errNoResult // until commit sets it
 	b, first := s.join(c)
 
 	// The first creation of a batch stores it. A goroutine of its own for that would be easier to
