@@ -578,18 +578,18 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) (result, error) {
 //
 // With RETURNING id, many clients would get 0.9 times as many creates in a second.
 func insertRow(statement *sql.Stmt, args ...any) (id int64, err error) {
-	result, err := statement.Exec(args...)
+	r, err := statement.Exec(args...)
 	if err != nil {
 		return 0, err
 	}
-	inserted, err := result.RowsAffected()
+	inserted, err := r.RowsAffected()
 	if err != nil {
 		return 0, err
 	}
 	if inserted == 0 {
 		return 0, fmt.Errorf("%w: a trigger left it out", errRefused)
 	}
-	return result.LastInsertId()
+	return r.LastInsertId()
 }
 
 // remember stores id and c as the first response to the Idempotency-Key of c. It deletes two keys
