@@ -14,14 +14,13 @@ import (
 type keys map[caller]bool
 
 // loadKeys returns the API keys in list, the value of the environment variable API_KEYS, and in
-// the file, whose name is "" if there is none. listSet says whether API_KEYS is set, perhaps to
-// nothing.
+// the file, whose name is "" if there is none: one per line, and lines that begin with # are
+// comments. listSet says whether API_KEYS is set, perhaps to nothing.
 //
 // If either is given, there must be at least one key. With neither, loadKeys returns no keys. An
 // error names the place of an invalid key, but never quotes it.
 func loadKeys(list string, listSet bool, file string) (keys, error) {
 	k := keys{}
-
 	for i, item := range strings.Split(list, ",") {
 		if err := k.add(item); err != nil {
 			return nil, fmt.Errorf("API_KEYS, item %d: %w", i+1, err)
@@ -29,8 +28,18 @@ func loadKeys(list string, listSet bool, file string) (keys, error) {
 	}
 
 	if file != "" {
-		if err := k.addFile(file); err != nil {
-			return nil, fmt.Errorf("-keys %q: %w", file, err)
+		content, err := os.ReadFile(file)
+		if err != nil {
+			return nil, fmt.Errorf("-keys: %w", err)
+		}
+		text := strings.TrimPrefix(string(content), "\ufeff") // the byte order mark of some editors
+		for i, line := range strings.Split(text, "\n") {
+			if strings.HasPrefix(strings.TrimSpace(line), "#") {
+				continue
+			}
+			if err := k.add(line); err != nil {
+				return nil, fmt.Errorf("-keys %q: line %d: %w", file, i+1, err)
+			}
 		}
 	}
 
@@ -38,25 +47,6 @@ func loadKeys(list string, listSet bool, file string) (keys, error) {
 		return nil, errors.New("API_KEYS and -keys contain no API key; add one, or set neither of them")
 	}
 	return k, nil
-}
-
-// addFile adds the API keys in a file, one per line. Lines that begin with # are comments.
-func (k keys) addFile(name string) error {
-	content, err := os.ReadFile(name)
-	if err != nil {
-		return err
-	}
-	text := strings.TrimPrefix(string(content), "\ufeff") // the byte order mark of some editors
-
-	for i, line := range strings.Split(text, "\n") {
-		if strings.HasPrefix(strings.TrimSpace(line), "#") {
-			continue
-		}
-		if err := k.add(line); err != nil {
-			return fmt.Errorf("line %d: %w", i+1, err)
-		}
-	}
-	return nil
 }
 
 // add adds an API key, without the white space around it. A blank key is skipped. A key must

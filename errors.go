@@ -1,7 +1,6 @@
 package main
 
 import (
-	"errors"
 	"fmt"
 	"net/http"
 )
@@ -29,17 +28,24 @@ var errorCodes = map[int]string{
 	http.StatusServiceUnavailable:    "unavailable",
 }
 
-// storeErrors has the status for each error of the store. The client also sees the text of err, but
-// not of what wraps it.
-var storeErrors = []struct {
-	err    error
-	status int
-}{
-	{errNotFound, http.StatusNotFound},
-	{errIdempotencyKeyReused, http.StatusUnprocessableEntity},
-	{errRefused, http.StatusBadRequest},
-	{errUnavailable, http.StatusServiceUnavailable},
-}
+// Errors that are returned in several places, or wrapped together with a cause. The client sees only
+// these; the cause is for the log.
+var (
+	errNotFound = newError(http.StatusNotFound,
+		"there is no animal with this id")
+	errIdempotencyKeyReused = newError(http.StatusUnprocessableEntity,
+		"this Idempotency-Key was used for another animal")
+
+	// errRefused means that the operator has added a constraint or a trigger to the database, which
+	// the pet breaks.
+	errRefused = newError(http.StatusBadRequest,
+		"a rule in the database of the shop refuses this animal")
+
+	// errUnavailable means that the cause may pass. For a create, it also means that nothing was
+	// stored.
+	errUnavailable = newError(http.StatusServiceUnavailable,
+		"the database is temporarily unavailable")
+)
 
 // newError returns an apiError with a status from errorCodes.
 func newError(status int, format string, args ...any) *apiError {
@@ -48,17 +54,4 @@ func newError(status int, format string, args ...any) *apiError {
 		Message: fmt.Sprintf(format, args...),
 		Status:  status,
 	}
-}
-
-// toAPIError returns what the client may know of an error. The log has all of it.
-func toAPIError(err error) *apiError {
-	if e, ok := errors.AsType[*apiError](err); ok {
-		return e
-	}
-	for _, known := range storeErrors {
-		if errors.Is(err, known.err) {
-			return newError(known.status, "%v", known.err)
-		}
-	}
-	return newError(http.StatusInternalServerError, "internal error")
 }

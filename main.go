@@ -6,12 +6,12 @@
 // and errors.go has the errors that clients see.
 //
 // The operations need little code. Most of the code keeps these promises:
-//   - A 201 means that the pet is on disk. Group commit makes that fast (batch in store.go).
+//   - A 201 means that the pet is on disk. Group commit makes that fast (create in store.go).
 //   - A client can repeat a request safely, with an Idempotency-Key.
 //   - The operator may read and change the database with other programs while the service runs.
 //     Lists show the changes within a second (cache in handlers.go, watch in store.go).
-//   - No single request can block others for long, or take unlimited memory: the limits stand at the top of
-//     server.go and handlers.go.
+//   - No single request can block others for long, or take unlimited memory: the limits stand at
+//     the top of server.go and handlers.go.
 package main
 
 import (
@@ -57,38 +57,28 @@ func run(
 		return 0
 	}
 	if err != nil {
-		reportError(stderr, fmt.Errorf("%w (-h shows all settings)", err))
+		fmt.Fprintf(stderr, "animalstore: %v (-h shows all settings)\n", err)
 		return 2
 	}
 
-	if c.version {
+	switch {
+	case c.version:
 		fmt.Fprintln(stdout, "animalstore", buildVersion())
-		return 0
-	}
-
-	if c.backup != "" {
-		if err := backup(ctx, c.db, c.backup); err != nil {
-			reportError(stderr, fmt.Errorf("-backup %q of -db %q: %w", c.backup, c.db, err))
-			return 1
+	case c.backup != "":
+		if err = explain(backup(ctx, c.db, c.backup)); err != nil {
+			err = fmt.Errorf("-backup %q of -db %q: %w", c.backup, c.db, err)
 		}
-		return 0
+	default:
+		err = runService(ctx, c, lookupEnv, slog.New(slog.NewTextHandler(stderr, nil)))
 	}
-
-	c.apiKeys, c.apiKeysSet = lookupEnv("API_KEYS")
-	logger := slog.New(slog.NewTextHandler(stderr, nil))
-	if err := runService(ctx, c, logger); err != nil {
-		reportError(stderr, err)
+	if err != nil {
+		fmt.Fprintln(stderr, "animalstore:", err)
 		return 1
 	}
 	return 0
 }
 
-// reportError prints err on stderr.
-func reportError(stderr io.Writer, err error) {
-	fmt.Fprintln(stderr, "animalstore:", err)
-}
-
-// config holds the settings: the command-line flags, and the environment variable API_KEYS.
+// config holds the command-line flags.
 type config struct {
 	addr     string
 	db       string // an absolute path
@@ -97,9 +87,6 @@ type config struct {
 	tlsKey   string
 	backup   string
 	version  bool
-
-	apiKeys    string
-	apiKeysSet bool // API_KEYS is set, perhaps to nothing
 }
 
 // parseFlags parses args. For -h it prints help on stdout and returns flag.ErrHelp.
@@ -147,8 +134,12 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 		return c, errors.New("-tls-cert and -tls-key go together: give both or neither")
 	}
 
-	c.db, err = filepath.Abs(c.db)
-	return c, err
+	for _, path := range []*string{&c.db, &c.backup} {
+		if *path != "" {
+			*path, err = filepath.Abs(*path)
+		}
+	}
+	return c, err // Abs fails only without a working directory
 }
 
 // buildVersion returns the version of the module that the binary was built from, and that of
@@ -163,8 +154,14 @@ func buildVersion() string {
 
 // runService runs the service until ctx is cancelled. It opens the database last, so that a
 // mistake in another setting changes nothing.
-func runService(ctx context.Context, c config, logger *slog.Logger) error {
-	k, err := loadKeys(c.apiKeys, c.apiKeysSet, c.keysFile)
+func runService(
+	ctx context.Context,
+	c config,
+	lookupEnv func(string) (string, bool),
+	logger *slog.Logger,
+) error {
+	list, isSet := lookupEnv("API_KEYS")
+	k, err := loadKeys(list, isSet, c.keysFile)
 	if err != nil {
 		return err
 	}
@@ -179,21 +176,15 @@ func runService(ctx context.Context, c config, logger *slog.Logger) error {
 			"-addr must be on loopback, such as 127.0.0.1:8080")
 	}
 
-	var madeKey string
-	if len(k) == 0 {
-		madeKey = rand.Text() // so that `go run .` is all that a newcomer needs
-		if err := k.add(madeKey); err != nil {
-			return err
-		}
-	}
-
 	st, err := openStore(c.db, logger)
 	if err != nil {
 		return fmt.Errorf("-db %q: %w", c.db, err)
 	}
 
-	if madeKey != "" {
-		logger.Info("no API key is set: made one for this run", "api_key", madeKey)
+	if len(k) == 0 {
+		key := rand.Text() // so that `go run .` is all that a newcomer needs
+		k.add(key)         // which is valid
+		logger.Info("no API key is set: made one for this run", "api_key", key)
 	}
 	logger.Info("started",
 		"url", scheme+ln.Addr().String(),
@@ -214,16 +205,6 @@ func runService(ctx context.Context, c config, logger *slog.Logger) error {
 // listen returns a listener on c.addr, with TLS if c says so, and the scheme of its URLs: http://
 // or https://.
 func listen(c config) (ln net.Listener, scheme string, err error) {
-	// The certificate comes first: while it is wrong, no port is opened.
-	var tlsConfig tls.Config // without NextProtos: HTTP/1.1 only
-	if c.tlsCert != "" {
-		cert, err := tls.LoadX509KeyPair(c.tlsCert, c.tlsKey)
-		if err != nil {
-			return nil, "", fmt.Errorf("-tls-cert and -tls-key: %w", err)
-		}
-		tlsConfig.Certificates = []tls.Certificate{cert}
-	}
-
 	ln, err = net.Listen("tcp", c.addr)
 	if err != nil {
 		return nil, "", fmt.Errorf("-addr %q: %w", c.addr, err)
@@ -231,5 +212,12 @@ func listen(c config) (ln net.Listener, scheme string, err error) {
 	if c.tlsCert == "" {
 		return ln, "http://", nil
 	}
+
+	cert, err := tls.LoadX509KeyPair(c.tlsCert, c.tlsKey)
+	if err != nil {
+		ln.Close()
+		return nil, "", fmt.Errorf("-tls-cert and -tls-key: %w", err)
+	}
+	tlsConfig := tls.Config{Certificates: []tls.Certificate{cert}} // no NextProtos: HTTP/1.1 only
 	return tls.NewListener(ln, &tlsConfig), "https://", nil
 }

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"crypto/sha256"
 	"database/sql"
@@ -37,20 +36,6 @@ const (
 	applicationID = 0x50657473
 )
 
-// The errors of the store that clients see, too. They may be wrapped, with a cause for the log.
-var (
-	errNotFound             = errors.New("there is no animal with this id")
-	errIdempotencyKeyReused = errors.New("this Idempotency-Key was used for another animal")
-
-	// errRefused means that the operator has added a constraint or a trigger to the database, which
-	// the pet breaks.
-	errRefused = errors.New("a rule in the database of the shop refuses this animal")
-
-	// errUnavailable means that the cause may pass. For a create, it also means that nothing was
-	// stored.
-	errUnavailable = errors.New("the database is temporarily unavailable")
-)
-
 // NewPet is the API's NewPet, with its status filled in.
 type NewPet struct {
 	Name       string `json:"name"`
@@ -66,7 +51,7 @@ type Pet struct {
 
 // listOptions says which pets to list.
 type listOptions struct {
-	limit  int    // the most pets on a page
+	limit  int    // the most pets
 	status string // "" for any
 	after  int64  // list only greater ids
 }
@@ -110,147 +95,122 @@ var migrations = []string{
 	CREATE INDEX idempotency_keys_by_age ON idempotency_keys (created);`,
 }
 
+// The statements of the store.
+const (
+	selectPage = `SELECT id, name, category_id, status FROM pets
+		WHERE id > ? ORDER BY id LIMIT ?`
+	selectPageByStatus = `SELECT id, name, category_id, status FROM pets
+		WHERE status = ? AND id > ? ORDER BY id LIMIT ?`
+
+	insertPet = `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`
+	selectKey = `SELECT id, name, category_id, status FROM idempotency_keys
+		WHERE caller = ? AND key = ? AND created >= ?`
+	insertKey = `REPLACE INTO idempotency_keys -- one that has expired may still be there
+		(caller, key, created, id, name, category_id, status) VALUES (?, ?, ?, ?, ?, ?, ?)`
+	deleteExpiredKeys = `DELETE FROM idempotency_keys WHERE (caller, key) IN
+		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT 2)`
+)
+
 // store keeps the pets in an SQLite database in WAL mode: a commit appends to a write-ahead log
 // (WAL), the file with the suffix -wal, and a checkpoint copies that to the database later. See
 // https://sqlite.org/wal.html.
 //
-// create, list, get and checkHealth may be called concurrently.
+// create and list may be called concurrently.
 type store struct {
 	path   string
 	info   os.FileInfo // of the database when it was opened, for checkPath
 	logger *slog.Logger
 
-	// While generation stays the same, responses that were read in it are true, except that
-	// commits of other programs may be noticed only after watchInterval. It grows after each
-	// commit, before create returns. It may also grow without a commit, which costs the cache a
-	// few reads.
+	// generation grows after each commit: before create returns, and within watchInterval if the
+	// commit is of another program. It may also grow without one.
 	generation atomic.Int64
-	watcher    *sql.DB        // one connection, for watch
-	closing    chan struct{}  // closed by close, to end watch
-	watching   sync.WaitGroup // the goroutine of watch
+	watcher    *sql.DB       // one connection, for watch
+	closing    chan struct{} // ends watch
 
-	// Pets are read on a pool of connections. readSlots is a semaphore with a slot for each of
-	// them, which serves waiting requests in their order. The pool itself serves them at random,
-	// so that a few of many would wait very long.
-	readers            *sql.DB
-	readSlots          chan struct{}
-	selectPage         *sql.Stmt
-	selectPageByStatus *sql.Stmt
+	readers  *sql.DB              // for lists
+	writer   *sql.DB              // one connection, for creates
+	prepared map[string]*sql.Stmt // by SQL
+	writing  sync.Mutex           // is held while the writer is in use
 
-	// Pets are created on one connection, in batches. writing is held while a batch is stored.
-	writing              sync.Mutex
-	writer               *sql.DB
-	insertPet            *sql.Stmt
-	selectIdempotencyKey *sql.Stmt
-	insertIdempotencyKey *sql.Stmt
-	deleteExpiredKeys    *sql.Stmt
-
-	// gatheringMu guards gathering, the batch that creations join. Once a batch is being stored,
-	// it is no longer this one, and so does not grow.
-	gatheringMu sync.Mutex
-	gathering   *batch
+	// waitingMu guards waiting: the creations for the next transaction, while writing is held for
+	// the one before it (group commit; BenchmarkCreates shows what that gains).
+	waitingMu sync.Mutex
+	waiting   []*creation
 }
 
 // openStore opens the database at path, which is absolute. If there is none, it creates one, and
 // logs a warning.
 func openStore(path string, logger *slog.Logger) (*store, error) {
-	if err := refuseOrphanedWAL(path); err != nil {
-		return nil, err
-	}
-	if err := syncWAL(path); err != nil {
-		return nil, err
+	s := &store{
+		path:     path,
+		logger:   logger,
+		watcher:  openPool(path, "ro", 1),
+		closing:  make(chan struct{}),
+		readers:  openPool(path, "ro", max(4, runtime.GOMAXPROCS(0))),
+		writer:   openPool(path, "rwc", 1),
+		prepared: map[string]*sql.Stmt{},
 	}
 
-	size := max(4, runtime.GOMAXPROCS(0))
-	s := &store{
-		path:      path,
-		logger:    logger,
-		watcher:   openPool(path, "ro", 1),
-		closing:   make(chan struct{}),
-		readers:   openPool(path, "ro", size),
-		readSlots: make(chan struct{}, size),
-		writer:    openPool(path, "rwc", 1),
-		gathering: newBatch(),
-	}
-	isNew, err := s.openDatabase()
-	if err != nil {
+	isNew := isEmpty(path)
+	if err := s.open(); err != nil {
 		s.closeAll()
-		return nil, withAdvice(err)
+		return nil, explain(err)
 	}
 	if isNew {
 		logger.Warn("the database is new and empty", "database", path)
 	}
-
-	s.watching.Go(s.watch)
+	go s.watch()
 	return s, nil
 }
 
-// openDatabase brings the database up to date, prepares the statements and opens the connections.
-func (s *store) openDatabase() (isNew bool, err error) {
-	isNew, err = migrate(s.writer, migrations)
-	if err != nil {
-		return false, err
+// open opens the database, brings it up to date, and prepares the statements.
+func (s *store) open() error {
+	if err := refuseOrphanedWAL(s.path); err != nil {
+		return err
+	}
+	if err := syncWAL(s.path); err != nil {
+		return err
+	}
+	if err := migrate(s.writer, migrations); err != nil {
+		return err
 	}
 	var mode string
-	err = s.writer.QueryRow("PRAGMA journal_mode = WAL").Scan(&mode)
+	err := s.writer.QueryRow("PRAGMA journal_mode = WAL").Scan(&mode)
 	if err != nil {
-		return false, err
+		return err
 	}
 	if mode != "wal" {
-		return false, errors.New("SQLite cannot use a write-ahead log here")
+		return errors.New("SQLite cannot use a write-ahead log here")
 	}
 
-	// Start with a short WAL. A full disk is no reason to refuse the start: lists work.
+	// Start with a short WAL. On a full disk, go on all the same: lists work.
 	_, err = s.writer.Exec("PRAGMA wal_checkpoint")
-	if err != nil && sqliteCode(err) != sqlite3.SQLITE_FULL {
-		return false, err
+	if err != nil && !errors.Is(explain(err), errUnavailable) {
+		return err
 	}
 
 	s.info, err = os.Stat(s.path)
 	if err != nil {
-		return false, err
+		return err
 	}
-	if err := s.prepareStatements(); err != nil {
-		return false, err
+	for _, query := range []string{selectPage, selectPageByStatus} {
+		if s.prepared[query], err = s.readers.Prepare(query); err != nil {
+			return err
+		}
 	}
-	return isNew, s.openReaders()
+	for _, query := range []string{insertPet, selectKey, insertKey, deleteExpiredKeys} {
+		if s.prepared[query], err = s.writer.Prepare(query); err != nil {
+			return err
+		}
+	}
+	return s.openReaders()
 }
 
-// prepareStatements prepares all statements. It returns the error of the first that fails.
-func (s *store) prepareStatements() error {
-	var errs []error
-	prepare := func(db *sql.DB, query string) *sql.Stmt {
-		statement, err := db.Prepare(query)
-		errs = append(errs, err)
-		return statement
-	}
-
-	s.selectPage = prepare(s.readers, `SELECT id, name, category_id, status FROM pets
-		WHERE id > ? ORDER BY id LIMIT ?`)
-	s.selectPageByStatus = prepare(s.readers, `SELECT id, name, category_id, status FROM pets
-		WHERE status = ? AND id > ? ORDER BY id LIMIT ?`)
-
-	s.insertPet = prepare(s.writer, `INSERT INTO pets (name, category_id, status)
-		VALUES (?, ?, ?)`)
-	s.selectIdempotencyKey = prepare(s.writer, `SELECT id, name, category_id, status
-		FROM idempotency_keys WHERE caller = ? AND key = ? AND created >= ?`)
-
-	// An expired row with the same caller and key may still be there.
-	s.insertIdempotencyKey = prepare(s.writer, `INSERT INTO idempotency_keys
-		(caller, key, created, id, name, category_id, status) VALUES (?, ?, ?, ?, ?, ?, ?)
-		ON CONFLICT (caller, key) DO UPDATE SET created = excluded.created, id = excluded.id,
-			name = excluded.name, category_id = excluded.category_id, status = excluded.status`)
-	s.deleteExpiredKeys = prepare(s.writer, `DELETE FROM idempotency_keys
-		WHERE (caller, key) IN (SELECT caller, key FROM idempotency_keys
-			WHERE created < ? ORDER BY created LIMIT 2)`)
-	return cmp.Or(errs...)
-}
-
-// openReaders opens all connections of the readers. Lists must go on when the database is moved,
-// and a connection that is opened then would not find it.
+// openReaders opens all connections of the readers. One that is opened while the database is moved
+// would find none, or stay with another one.
 func (s *store) openReaders() error {
-	for range cap(s.readSlots) {
-		rows, err := s.selectPage.Query(0, 1)
+	for range s.readers.Stats().MaxOpenConnections {
+		rows, err := s.prepared[selectPage].Query(0, 1)
 		if err != nil {
 			return err
 		}
@@ -262,15 +222,9 @@ func (s *store) openReaders() error {
 // close closes the store. It returns an error if the database is not in its place. Call close only
 // once.
 func (s *store) close() error {
-	close(s.closing)
-	s.watching.Wait()
-
-	// Wait for the batch that is being stored, and for all reads, and let no others begin: the
-	// writer's connection must be the last to be closed. Lock and slots are never given back.
-	s.writing.Lock()
-	for range cap(s.readSlots) {
-		s.readSlots <- struct{}{}
-	}
+	s.closing <- struct{}{}
+	s.writing.Lock() // when the creations that are being stored are on disk
+	defer s.writing.Unlock()
 
 	// The last connection to be closed copies the WAL into the database and deletes it, but not if
 	// the database was moved: the WAL stays, and would damage another database at the path. So copy
@@ -311,16 +265,6 @@ func (s *store) watch() {
 	}
 }
 
-// checkHealth returns errUnavailable, wrapped, if the database is not in its place, or cannot be
-// read.
-func (s *store) checkHealth() error {
-	if err := s.checkPath(); err != nil {
-		return unavailable(err)
-	}
-	_, _, err := s.list(listOptions{limit: 1})
-	return unavailable(err)
-}
-
 // checkPath returns an error if the file at the path is not the database that was opened. SQLite
 // would go on with that, wherever it is, and the next process would not find what it stores there.
 func (s *store) checkPath() error {
@@ -334,68 +278,41 @@ func (s *store) checkPath() error {
 	return nil
 }
 
-// list returns a page of pets, by ascending id, and whether more follow.
-//
-// There is no context: an index and a LIMIT keep the query short, and database/sql starts a
-// goroutine for each query that can be cancelled, which costs 15 % of the lists in a second.
-func (s *store) list(o listOptions) (pets []Pet, more bool, err error) {
-	statement, args := s.selectPage, []any{o.after, o.limit + 1}
-	if o.status != "" {
-		statement, args = s.selectPageByStatus, []any{o.status, o.after, o.limit + 1}
-	}
-
-	s.readSlots <- struct{}{}
-	defer func() { <-s.readSlots }()
+// list returns the pets that o selects, by ascending id. It takes no context: the query is short,
+// and one that can be cancelled needs a goroutine, which costs 15 % of the lists in a second.
+func (s *store) list(o listOptions) ([]Pet, error) {
 	defer s.exitOnPanic()
 
+	statement, args := s.prepared[selectPage], []any{o.after, o.limit}
+	if o.status != "" {
+		statement, args = s.prepared[selectPageByStatus], []any{o.status, o.after, o.limit}
+	}
 	rows, err := statement.Query(args...)
 	if err != nil {
-		return nil, false, wrapTransient(err)
+		return nil, explain(err)
 	}
 	defer rows.Close()
 
-	pets = make([]Pet, 0, o.limit+1)
+	pets := make([]Pet, 0, o.limit)
 	var p Pet
 	columns := []any{&p.ID, &p.Name, &p.CategoryID, &p.Status}
 	for rows.Next() {
 		if err := rows.Scan(columns...); err != nil {
-			return nil, false, err
+			return nil, err
 		}
 		pets = append(pets, p)
 	}
-	if err := rows.Err(); err != nil {
-		return nil, false, wrapTransient(err)
-	}
-
-	more = len(pets) > o.limit
-	return pets[:min(len(pets), o.limit)], more, nil
+	return pets, explain(rows.Err())
 }
 
-// get returns the pet with this id, or errNotFound.
-func (s *store) get(id int64) (Pet, error) {
-	if id < 1 {
-		return Pet{}, errNotFound
-	}
-	pets, _, err := s.list(listOptions{after: id - 1, limit: 1})
-	if err != nil {
-		return Pet{}, err
-	}
-	if len(pets) == 0 || pets[0].ID != id {
-		return Pet{}, errNotFound
-	}
-	return pets[0], nil
-}
-
-// errNoResult would be a mistake in commit. It makes sure that such a mistake is not taken for success.
-var errNoResult = errors.New("the creation has no result")
-
-// creation is a pet to be stored, and then the result.
+// creation is a pet to be stored.
 type creation struct {
-	NewPet
-	caller         caller
-	idempotencyKey string // "" for none
+	pet    NewPet
+	caller caller
+	key    string // the Idempotency-Key, "" for none
 
-	result // set once it is final
+	result result
+	stored sync.WaitGroup // is done when result is set
 }
 
 // result is what a client gets for a creation.
@@ -405,223 +322,160 @@ type result struct {
 	err      error
 }
 
-// batch is a set of creations that are stored together, with one wait for the disk (group commit;
-// BenchmarkCreates shows what that gains). It gathers them while the batch before it is being
-// stored.
-type batch struct {
-	creations []*creation
-	done      chan struct{} // closed when all results are final
-}
-
-// newBatch returns an empty batch.
-func newBatch() *batch {
-	return &batch{done: make(chan struct{})}
-}
-
 // create stores p and returns it, with its id, once it is on disk.
 //
-// If who has already used idempotencyKey ("" for none) within idempotencyKeyLifetime, it stores
-// nothing, and returns the first result with replayed set, or errIdempotencyKeyReused if p differs.
+// If who has already used this Idempotency-Key ("" for none) within idempotencyKeyLifetime, it
+// stores nothing, and returns the first pet with replayed set, or errIdempotencyKeyReused if p
+// differs from it.
 //
 // After errIdempotencyKeyReused, errRefused or errUnavailable p is not stored. After another error
-// it may be.
-//
-// There is no context: a client that disconnects must not break the commit that it shares with
-// others.
-func (s *store) create(who caller, idempotencyKey string, p NewPet) (
-	stored Pet, replayed bool, err error,
-) {
-	c := &creation{NewPet: p, caller: who, idempotencyKey: idempotencyKey}
-	c.err = errNoResult // until commit sets it
-	b, first := s.join(c)
+// it may be. There is no context: p shares a transaction with others, which goes on when one of the
+// clients disconnects.
+func (s *store) create(who caller, key string, p NewPet) (stored Pet, replayed bool, err error) {
+	defer s.exitOnPanic()
+	c := &creation{pet: p, caller: who, key: key}
+	c.stored.Add(1)
 
-	// The first creation of a batch stores it. A goroutine of its own for that would be easier to
-	// read, but switching to it and back costs a lone client a fifth of its creates in a second.
+	s.waitingMu.Lock()
+	s.waiting = append(s.waiting, c)
+	first := len(s.waiting) == 1
+	s.waitingMu.Unlock()
+
+	// The first one stores all. A goroutine for that would be easier to read, but switching to it
+	// and back costs a lone client a fifth of its creates in a second.
 	if first {
-		s.storeBatch(b)
+		s.storeWaiting()
 	}
-	<-b.done
-	return c.pet, c.replayed, c.err
+	c.stored.Wait()
+	return c.result.pet, c.result.replayed, c.result.err
 }
 
-// join adds c to the batch that gathers, and reports whether it is the first there.
-func (s *store) join(c *creation) (b *batch, first bool) {
-	s.gatheringMu.Lock()
-	defer s.gatheringMu.Unlock()
+// storeWaiting stores all waiting creations, when those before them are stored.
+func (s *store) storeWaiting() {
+	s.writing.Lock() // while this waits, others join
+	s.waitingMu.Lock()
+	creations := s.waiting
+	s.waiting = nil
+	s.waitingMu.Unlock()
 
-	b = s.gathering
-	b.creations = append(b.creations, c)
-	return b, len(b.creations) == 1
+	s.storeAll(creations, time.Now().Add(busyTimeout/2))
+	s.writing.Unlock()
+	for _, c := range creations {
+		c.stored.Done()
+	}
 }
 
-// endGathering lets later creations join a new batch.
-func (s *store) endGathering() {
-	s.gatheringMu.Lock()
-	defer s.gatheringMu.Unlock()
-	s.gathering = newBatch()
-}
+// storeAll stores creations in their order, and sets their results. They share one transaction,
+// unless that fails because of one of them, which a rule of the operator refuses. Then each half
+// gets its own, and so on: only that one fails.
+//
+// No transaction begins after deadline, because each could wait for a lock.
+func (s *store) storeAll(creations []*creation, deadline time.Time) {
+	results := make([]result, len(creations))
+	err := fmt.Errorf("%w: locked again and again", errUnavailable)
+	if time.Now().Before(deadline) {
+		results, err = s.insertAll(creations)
+	}
 
-// storeBatch waits until the batch before b is stored, and then stores b.
-func (s *store) storeBatch(b *batch) {
-	s.writing.Lock() // meanwhile, creations join b
-	defer s.writing.Unlock()
-	defer s.exitOnPanic() // before Unlock
-
-	s.endGathering() // not before Lock: b gathers as long as it waits
-	s.commit(b.creations)
-	close(b.done)
-}
-
-// commit stores creations in their order, and sets their results. They share one transaction,
-// unless one of them cannot be stored. Then those before that one get a transaction of their own,
-// and that one begins the next: if it fails there, it is left out. So a creation is refused only
-// because of what is stored. None is inserted more than three times, unless a rule refuses what it
-// has accepted before (as one with random() does).
-func (s *store) commit(pending []*creation) {
-	attempt := pending // the first ones of pending, for the next transaction
-	for len(pending) > 0 {
-		results, err := s.insertTogether(attempt)
-		failed, ok := errors.AsType[*creationError](err)
-		switch {
-		case err == nil: // go on with the rest
-			for i, c := range attempt {
-				c.result = results[i]
-			}
-			pending = pending[len(attempt):]
-			attempt = pending
-		case ok && failed.index > 0: // first those before it
-			attempt = pending[:failed.index]
-		case ok: // it was the first, so it alone is to blame
-			pending[0].err = failed.cause
-			pending = pending[1:]
-			attempt = pending
-		default: // the database fails: do not try on, because each transaction may wait for a lock
-			for _, c := range pending {
-				c.err = err
-			}
-			return
+	if len(creations) > 1 && isOfOne(err) {
+		half := len(creations) / 2
+		s.storeAll(creations[:half], deadline)
+		s.storeAll(creations[half:], deadline)
+		return
+	}
+	for i, c := range creations {
+		c.result = results[i]
+		if err != nil {
+			c.result = result{err: err}
 		}
 	}
 }
 
-// creationError means that one creation cannot be stored, because of what the operator has added to
-// the database. The others may be.
-type creationError struct {
-	index int // of the creation
-	cause error
+// isOfOne reports whether a transaction failed with err because of one of its creations: it breaks
+// a constraint, or a trigger refuses it or fails.
+func isOfOne(err error) bool {
+	switch sqliteCode(err) {
+	case sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG:
+		return true
+	}
+	return errors.Is(err, errRefused)
 }
 
-func (e *creationError) Error() string { return e.cause.Error() }
-
-// asCreationError returns err as a creationError if it may be due to the creation with this index
-// alone: if that breaks a constraint, or a trigger fails.
-func asCreationError(err error, index int) error {
-	code := sqliteCode(err)
-	if code == sqlite3.SQLITE_CONSTRAINT { // RAISE in a trigger has this code, too
-		err = fmt.Errorf("%w: %w", errRefused, err)
-	}
-	switch {
-	case errors.Is(err, errRefused),
-		code == sqlite3.SQLITE_ERROR, code == sqlite3.SQLITE_MISMATCH, code == sqlite3.SQLITE_TOOBIG:
-		return &creationError{index, err}
-	}
-	return err
-}
-
-// insertTogether stores creations in one transaction, and returns their results. After an error,
-// which may be a creationError, it has none.
-func (s *store) insertTogether(creations []*creation) (results []result, err error) {
-	err = inTx(context.Background(), s.writer, func(tx *sql.Tx) error {
+// insertAll stores creations in one transaction, and returns their results.
+func (s *store) insertAll(creations []*creation) ([]result, error) {
+	results := make([]result, len(creations))
+	err := inTx(s.writer, func(tx *sql.Tx) error {
 		if err := s.checkPath(); err != nil {
-			return unavailable(err)
+			return fmt.Errorf("%w: %w", errUnavailable, err)
 		}
-		now := time.Now()
 		for i, c := range creations {
-			r, err := s.insert(tx, c, now)
-			if err != nil {
-				return asCreationError(err, i)
+			var err error
+			if results[i], err = s.insert(tx, c); err != nil {
+				return err
 			}
-			results = append(results, r)
 		}
 		return nil
 	})
 	s.generation.Add(1) // even after an error: the pets may be on disk
-	if err != nil {
-		return nil, wrapTransient(err)
+
+	if sqliteCode(err) == sqlite3.SQLITE_CONSTRAINT { // RAISE in a trigger has this code, too
+		err = fmt.Errorf("%w: %w", errRefused, err)
 	}
-	return results, nil
+	return results, explain(err)
 }
 
-// insert stores c in tx, or finds the first response to its Idempotency-Key.
-func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) (result, error) {
-	if c.idempotencyKey != "" {
-		first, found, err := s.replay(tx, c, now)
-		if found || err != nil {
-			return first, err
-		}
-	}
+// insert stores c in tx, or finds the first response to its Idempotency-Key. An error means that tx
+// has failed.
+func (s *store) insert(tx *sql.Tx, c *creation) (result, error) {
+	now := time.Now()
+	oldest := now.Add(-idempotencyKeyLifetime).Unix()
 
-	id, err := insertRow(tx.Stmt(s.insertPet), c.Name, c.CategoryID, c.Status)
-	if err != nil {
-		return result{}, err
-	}
-	if c.idempotencyKey != "" {
-		if err := s.remember(tx, c, id, now); err != nil {
+	if c.key != "" {
+		var first Pet
+		err := tx.Stmt(s.prepared[selectKey]).QueryRow(c.caller[:], c.key, oldest).
+			Scan(&first.ID, &first.Name, &first.CategoryID, &first.Status)
+		switch {
+		case err == nil && first.NewPet == c.pet:
+			return result{pet: first, replayed: true}, nil
+		case err == nil:
+			return result{err: errIdempotencyKeyReused}, nil
+		case !errors.Is(err, sql.ErrNoRows):
 			return result{}, err
 		}
 	}
-	return result{pet: Pet{ID: id, NewPet: c.NewPet}}, nil
+
+	id, err := insertRow(tx.Stmt(s.prepared[insertPet]), c.pet.Name, c.pet.CategoryID, c.pet.Status)
+	if err != nil {
+		return result{}, err
+	}
+
+	if c.key != "" {
+		_, err := insertRow(tx.Stmt(s.prepared[insertKey]), c.caller[:], c.key, now.Unix(),
+			id, c.pet.Name, c.pet.CategoryID, c.pet.Status)
+		if err != nil {
+			return result{}, err
+		}
+
+		// Delete two that have expired, so that they cannot pile up.
+		if _, err := tx.Stmt(s.prepared[deleteExpiredKeys]).Exec(oldest); err != nil {
+			return result{}, err
+		}
+	}
+	return result{pet: Pet{id, c.pet}}, nil
 }
 
 // insertRow runs an INSERT of one row, and returns its rowid, the id of a pet. It returns
-// errRefused, wrapped, if a trigger leaves the row out, which SQLite does not report.
-//
-// With RETURNING id, many clients would get 0.9 times as many creates in a second.
+// errRefused, wrapped, if a trigger leaves the row out, which SQLite does not report. RETURNING id
+// would take longer.
 func insertRow(statement *sql.Stmt, args ...any) (id int64, err error) {
 	r, err := statement.Exec(args...)
 	if err != nil {
 		return 0, err
 	}
-	inserted, err := r.RowsAffected()
-	if err != nil {
-		return 0, err
-	}
-	if inserted == 0 {
+	if inserted, _ := r.RowsAffected(); inserted == 0 {
 		return 0, fmt.Errorf("%w: a trigger left it out", errRefused)
 	}
 	return r.LastInsertId()
-}
-
-// remember stores id and c as the first response to the Idempotency-Key of c. It deletes two keys
-// that have expired, so that they cannot pile up.
-func (s *store) remember(tx *sql.Tx, c *creation, id int64, now time.Time) error {
-	_, err := insertRow(tx.Stmt(s.insertIdempotencyKey), c.caller[:], c.idempotencyKey, now.Unix(),
-		id, c.Name, c.CategoryID, c.Status)
-	if err != nil {
-		return err
-	}
-	_, err = tx.Stmt(s.deleteExpiredKeys).Exec(now.Add(-idempotencyKeyLifetime).Unix())
-	return err
-}
-
-// replay looks for the first response to the Idempotency-Key of c.
-func (s *store) replay(tx *sql.Tx, c *creation, now time.Time) (first result, found bool, err error) {
-	p := &first.pet
-	oldest := now.Add(-idempotencyKeyLifetime).Unix()
-	err = tx.Stmt(s.selectIdempotencyKey).QueryRow(c.caller[:], c.idempotencyKey, oldest).
-		Scan(&p.ID, &p.Name, &p.CategoryID, &p.Status)
-	if errors.Is(err, sql.ErrNoRows) {
-		return result{}, false, nil
-	}
-	if err != nil {
-		return result{}, false, err
-	}
-
-	first.replayed = true
-	if p.NewPet != c.NewPet {
-		first.err = errIdempotencyKeyReused
-	}
-	return first, true, nil
 }
 
 // backup writes a copy of the database at path, which may be in use, to the new file target. The
@@ -630,11 +484,7 @@ func backup(ctx context.Context, path, target string) error {
 	if err := refuseOrphanedWAL(path); err != nil {
 		return err
 	}
-	target, err := filepath.Abs(target)
-	if err != nil {
-		return err
-	}
-	for _, suffix := range []string{"", "-wal", "-journal"} { // a log of another database would damage it
+	for _, suffix := range []string{"", "-wal", "-journal"} { // another log would damage the copy
 		if _, err := os.Lstat(target + suffix); err == nil {
 			return fmt.Errorf("%q exists already; name a new file", target+suffix)
 		}
@@ -648,11 +498,13 @@ func backup(ctx context.Context, path, target string) error {
 	defer os.Remove(temp.Name() + "-journal") // SQLite leaves one if the disk is full
 	defer temp.Close()
 
-	if err := copyDatabase(ctx, path, temp.Name()); err != nil {
-		return withAdvice(err)
+	db := openPool(path, "rw", 1)
+	defer db.Close()
+	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", temp.Name()); err != nil {
+		return err
 	}
 	if err := verify(ctx, temp.Name()); err != nil {
-		return withAdvice(err)
+		return err
 	}
 
 	if err := errors.Join(temp.Sync(), temp.Close()); err != nil {
@@ -664,22 +516,13 @@ func backup(ctx context.Context, path, target string) error {
 	return syncFolder(filepath.Dir(target))
 }
 
-// copyDatabase writes a copy of the database at path to the empty file target.
-func copyDatabase(ctx context.Context, path, target string) error {
-	db := openPool(path, "rw", 1)
-	defer db.Close()
-
-	_, err := db.ExecContext(ctx, "VACUUM INTO ?", target)
-	return err
-}
-
 // verify returns an error if the database at path is empty, damaged, or not one of this version of
 // the service or of an earlier one.
 func verify(ctx context.Context, path string) error {
 	db := openPool(path, "rw", 1) // with "ro", SQLite would not verify the CHECKs
 	defer db.Close()
 
-	return inTx(ctx, db, func(tx *sql.Tx) error {
+	return inTx(db, func(tx *sql.Tx) error {
 		version, err := readSchemaVersion(tx, len(migrations))
 		if err != nil {
 			return err
@@ -712,19 +555,17 @@ func syncFolder(name string) error {
 	return folder.Sync()
 }
 
-// migrate brings the schema of db, a pool of one connection, up to date, in one transaction. It
-// reports whether the database is new. steps is migrations, but for tests.
+// migrate brings the schema of a database up to date, in one transaction. steps is migrations, but
+// for tests.
 //
 // It changes nothing, and returns an error, if the database is not one of this service, was written
 // by a newer version, or cannot be written.
-func migrate(db *sql.DB, steps []string) (isNew bool, err error) {
-	err = inTx(context.Background(), db, func(tx *sql.Tx) error {
+func migrate(db *sql.DB, steps []string) error {
+	return inTx(db, func(tx *sql.Tx) error {
 		version, err := readSchemaVersion(tx, len(steps))
 		if err != nil {
 			return err
 		}
-		isNew = version == 0
-
 		for ; version < len(steps); version++ {
 			if _, err := tx.Exec(steps[version]); err != nil {
 				return err
@@ -733,33 +574,26 @@ func migrate(db *sql.DB, steps []string) (isNew bool, err error) {
 				return err
 			}
 		}
-		return checkWritable(tx)
+
+		// SQLite even begins a transaction on a file that is read-only. There is no such pet, so
+		// this needs no space on a full disk.
+		_, err = tx.Exec("DELETE FROM pets WHERE id = 0")
+		return err
 	})
-	return isNew, err
 }
 
 // inTx runs f in a transaction of db, and commits that if f returns nil. Otherwise it rolls back,
 // and returns the error of f.
-func inTx(ctx context.Context, db *sql.DB, f func(tx *sql.Tx) error) error {
-	tx, err := db.BeginTx(ctx, nil)
+func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
+	tx, err := db.Begin()
 	if err != nil {
 		return err
 	}
 	if err := f(tx); err != nil {
-		// Not deferred: after a panic in a statement, it would wait for a lock for ever. Its own
-		// error says nothing new: SQLite may have rolled back already.
-		tx.Rollback()
+		tx.Rollback() // not deferred: after a panic in a statement, it would wait for ever
 		return err
 	}
 	return tx.Commit()
-}
-
-// checkWritable returns an error if the database cannot be written. SQLite opens such a file, to
-// read it, and even BEGIN IMMEDIATE succeeds.
-func checkWritable(tx *sql.Tx) error {
-	// There is no such pet, so this needs no space on a full disk, where lists should work.
-	_, err := tx.Exec("DELETE FROM pets WHERE id = 0")
-	return err
 }
 
 // readSchemaVersion returns the schema version of a database, 0 if it is empty. It returns an
@@ -787,37 +621,26 @@ func readSchemaVersion(tx *sql.Tx, newest int) (version int, err error) {
 // refuseOrphanedWAL returns an error if there is a WAL for the database at path, but no database.
 // SQLite would take that for a new database, and delete the WAL.
 func refuseOrphanedWAL(path string) error {
-	wal := walPath(path)
-	walExists := fileSize(wal) > 0           // first: another process may be creating the database
-	databaseIsMissing := fileSize(path) <= 1 // SQLite takes a file of one byte for an empty one
-	if walExists && databaseIsMissing {
+	wal, err := walPath(path)
+	if err != nil {
+		return err
+	}
+	if fileSize(wal) > 0 && isEmpty(path) { // in this order: another process may create both now
 		return fmt.Errorf("there is no database, but %q is the write-ahead log of one; "+
 			"put that database back, or move the log away to start with an empty database", wal)
 	}
 	return nil
 }
 
-// walPath returns the path of the WAL of the database at path. If that is a link, the WAL is beside
-// its target, even if there is no file yet.
-func walPath(path string) string {
-	for range 100 { // links may lead in a circle
-		target, err := os.Readlink(path)
-		if err != nil {
-			break // not a link
-		}
-		if !filepath.IsAbs(target) {
-			target = filepath.Join(filepath.Dir(path), target)
-		}
-		path = target
-	}
-	return path + "-wal"
-}
-
 // syncWAL makes durable what a killed process may have left in the WAL of the database at path: a
 // repeated request must not acknowledge it before. A checkpoint would not do, because it syncs
 // nothing while another program, such as Litestream, reads the WAL.
 func syncWAL(path string) error {
-	wal, err := os.OpenFile(walPath(path), os.O_RDWR, 0)
+	name, err := walPath(path)
+	if err != nil {
+		return err
+	}
+	wal, err := os.OpenFile(name, os.O_RDWR, 0)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
@@ -828,6 +651,19 @@ func syncWAL(path string) error {
 	return wal.Sync()
 }
 
+// walPath returns the path of the WAL of the database at path, which is beside the file that a link
+// leads to. It returns an error for a link that leads to no file.
+func walPath(path string) (string, error) {
+	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
+		return path + "-wal", nil // not a link, but a database that is to be created
+	}
+	file, err := filepath.EvalSymlinks(path)
+	return file + "-wal", err
+}
+
+// isEmpty reports whether SQLite takes the file at path for a new database.
+func isEmpty(path string) bool { return fileSize(path) <= 1 }
+
 // fileSize returns the size of a file in bytes, or 0 if that cannot be found out.
 func fileSize(path string) int64 {
 	info, err := os.Stat(path)
@@ -837,12 +673,18 @@ func fileSize(path string) int64 {
 	return info.Size()
 }
 
-// openPool returns a pool of up to size connections to the database at path, which is absolute.
-// mode is SQLite's: ro, rw or rwc. None is open yet.
-//
-// The parameters with an underscore are described at
-// https://pkg.go.dev/modernc.org/sqlite#Driver.Open.
+// openPool returns a pool of up to size connections to the database at path. None is open yet.
 func openPool(path, mode string, size int) *sql.DB {
+	db, _ := sql.Open("sqlite", dataSourceName(path, mode)) // fails only if there is no such driver
+	db.SetMaxOpenConns(size)
+	db.SetMaxIdleConns(size)
+	return db
+}
+
+// dataSourceName returns the driver's name for the database at path, which is absolute. mode is SQLite's: ro, rw, or
+// rwc to create it. For the other parameters, see
+// https://pkg.go.dev/modernc.org/sqlite#Driver.Open.
+func dataSourceName(path, mode string) string {
 	query := url.Values{
 		"mode":      {mode},
 		"_txlock":   {"immediate"},
@@ -855,20 +697,16 @@ func openPool(path, mode string, size int) *sql.DB {
 			"journal_size_limit(64000000)", // bytes, to which the WAL is cut after a burst
 		},
 	}
-	path = "/" + strings.TrimPrefix(filepath.ToSlash(path), "/") // on Windows: /C:/...
-	location := url.URL{Scheme: "file", Path: path, RawQuery: query.Encode()}
-
-	db, _ := sql.Open("sqlite", location.String()) // fails only if there is no such driver
-	db.SetMaxOpenConns(size)
-	db.SetMaxIdleConns(size)
-	return db
+	location := url.URL{
+		Scheme:   "file",
+		Path:     "/" + strings.TrimPrefix(filepath.ToSlash(path), "/"), // on Windows: /C:/...
+		RawQuery: query.Encode(),
+	}
+	return location.String()
 }
 
-// exitOnPanic, deferred, ends the program after a panic in the store, with status 1.
-//
-// A panic in a handler becomes a 500 for that request alone (see callHandler). A panic in
-// database/sql or below leaves a connection in use, or a transaction open. The program must not go
-// on with that, but be started again.
+// exitOnPanic, deferred, ends the program after a panic in the store, with status 1: a connection
+// may be in use for ever, or a transaction open. callHandler would go on.
 func (s *store) exitOnPanic() {
 	if p := recover(); p != nil {
 		s.logger.Error("panic in the store", "panic", p, "stack", string(debug.Stack()))
@@ -876,32 +714,17 @@ func (s *store) exitOnPanic() {
 	}
 }
 
-// unavailable wraps err in errUnavailable, unless err is nil or wrapped already.
-func unavailable(err error) error {
-	if err == nil || errors.Is(err, errUnavailable) {
-		return err
-	}
-	return fmt.Errorf("%w: %w", errUnavailable, err)
-}
-
-// wrapTransient wraps an error of SQLite in errUnavailable if its cause may pass and nothing is
-// stored: another program holds a lock, or the disk is full. It returns all others as they are.
-func wrapTransient(err error) error {
+// explain adds to an error of SQLite what it means: errUnavailable if its cause may pass, or what the
+// operator can do. It returns all other errors as they are.
+func explain(err error) error {
 	switch sqliteCode(err) {
-	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL:
-		return unavailable(err)
-	}
-	return err
-}
-
-// withAdvice adds to an error of SQLite what the operator can do.
-func withAdvice(err error) error {
-	switch sqliteCode(err) {
+	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL: // a lock of another program, a full disk
+		return fmt.Errorf("%w: %w", errUnavailable, err)
 	case sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY:
 		return fmt.Errorf("%w: it must be a file in an existing folder, and both must be writable", err)
 	case sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB:
 		return fmt.Errorf("%w: it is damaged, or not an SQLite database: "+
-			"check the path, or put a backup in its place", err)
+			"check the path, or restore a backup", err)
 	}
 	return err
 }
