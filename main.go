@@ -64,10 +64,8 @@ func run(
 	switch {
 	case c.version:
 		fmt.Fprintln(stdout, "animalstore", buildVersion())
-	case c.backup != "":
-		if err = explain(backup(ctx, c.db, c.backup)); err != nil {
-			err = fmt.Errorf("-backup %q of -db %q: %w", c.backup, c.db, err)
-		}
+	case c.backup != "" || c.restore != "":
+		err = runCopy(ctx, c)
 	default:
 		err = runService(ctx, c, lookupEnv, slog.New(slog.NewTextHandler(stderr, nil)))
 	}
@@ -81,11 +79,12 @@ func run(
 // config holds the command-line flags.
 type config struct {
 	addr     string
-	db       string // an absolute path
+	db       string // an absolute path, as are backup and restore
 	keysFile string
 	tlsCert  string
 	tlsKey   string
 	backup   string
+	restore  string
 	version  bool
 }
 
@@ -105,6 +104,8 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 		"read the private key for -tls-cert from `FILE` (PEM)")
 	flags.StringVar(&c.backup, "backup", "",
 		"write a copy of the database to the new `FILE` and exit")
+	flags.StringVar(&c.restore, "restore", "",
+		"replace all animals with those of the backup `FILE` and exit")
 	flags.BoolVar(&c.version, "version", false,
 		"print the version and exit")
 
@@ -130,11 +131,14 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 	if err != nil {
 		return c, err
 	}
+	if c.backup != "" && c.restore != "" {
+		return c, errors.New("-backup and -restore exclude each other")
+	}
 	if (c.tlsCert == "") != (c.tlsKey == "") {
 		return c, errors.New("-tls-cert and -tls-key go together: give both or neither")
 	}
 
-	for _, path := range []*string{&c.db, &c.backup} {
+	for _, path := range []*string{&c.db, &c.backup, &c.restore} {
 		if *path != "" {
 			*path, err = filepath.Abs(*path)
 		}
@@ -150,6 +154,30 @@ func buildVersion() string {
 		return "unknown"
 	}
 	return info.Main.Version + " " + info.GoVersion
+}
+
+// runCopy makes or restores a backup. It ends early, and leaves nothing behind, if ctx is cancelled or
+// the terminal is closed.
+func runCopy(ctx context.Context, c config) error {
+	if !signal.Ignored(syscall.SIGHUP) { // as it is under nohup
+		ctx, _ = signal.NotifyContext(ctx, syscall.SIGHUP)
+	}
+
+	task := fmt.Sprintf("-backup %q of -db %q", c.backup, c.db)
+	copyDatabase := func() error { return explain(backup(ctx, c.db, c.backup)) }
+	if c.restore != "" {
+		task = fmt.Sprintf("-restore %q to -db %q", c.restore, c.db)
+		copyDatabase = func() error { return restore(ctx, c.db, c.restore) }
+	}
+
+	err := copyDatabase()
+	if err != nil && ctx.Err() != nil {
+		err = context.Cause(ctx) // the signal; SQLite would call it "interrupted"
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", task, err)
+	}
+	return nil
 }
 
 // runService runs the service until ctx is cancelled. It opens the database last, so that a
@@ -193,6 +221,11 @@ func runService(
 		"version", buildVersion(),
 	)
 
+	socket, _ := lookupEnv("NOTIFY_SOCKET")
+	if err := notifyReady(socket); err != nil {
+		logger.Warn("systemd was not told that the service is ready", "error", err)
+	}
+
 	serveErr := newServer(routes(st, k), logger).serve(ctx, ln)
 	closeErr := st.close()
 	if err := errors.Join(serveErr, closeErr); err != nil {
@@ -200,6 +233,21 @@ func runService(
 	}
 	logger.Info("stopped")
 	return nil
+}
+
+// notifyReady tells systemd that the service has started, if its unit has Type=notify: see
+// https://www.freedesktop.org/software/systemd/man/sd_notify.html. socket is "" if it has not.
+func notifyReady(socket string) error {
+	if socket == "" {
+		return nil
+	}
+	conn, err := net.Dial("unixgram", socket)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	_, err = io.WriteString(conn, "READY=1")
+	return err
 }
 
 // listen returns a listener on c.addr, with TLS if c says so, and the scheme of its URLs: http://

@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log"
 	"log/slog"
 	"maps"
@@ -42,6 +43,9 @@ const (
 	// readHeaderTimeout.
 	drainTime    = 250 * time.Millisecond
 	shutdownTime = readHeaderTimeout + time.Second
+
+	// maxUnread is how much is read of a body that no handler wants, in bytes. It is net/http's limit.
+	maxUnread = 256 << 10
 
 	// maxLogged is the longest method, path or report of net/http in the log, in bytes.
 	maxLogged = 1 << 10
@@ -151,8 +155,9 @@ func errorResponse(err error) response {
 func (s *server) send(w http.ResponseWriter, r *request, resp response) (size int) {
 	maps.Copy(w.Header(), resp.header)
 	w.Header().Set("Content-Length", strconv.Itoa(len(resp.body)))
-	if s.draining.Load() {
+	if r.Close || s.draining.Load() {
 		w.Header().Set("Connection", "close")
+		readUnread(r)
 	}
 
 	w.WriteHeader(resp.status)
@@ -161,6 +166,16 @@ func (s *server) send(w http.ResponseWriter, r *request, resp response) (size in
 	}
 	size, _ = w.Write(resp.body) // an error means that the client is gone
 	return size
+}
+
+// readUnread reads what the handler has left unread of a body that is not too large. net/http does so
+// before a response, but not if it closes the connection afterwards, as for nginx and Python's
+// urllib: the unread bytes would reset the connection, and the client might not see the response.
+func readUnread(r *request) {
+	waits := r.Header.Get("Expect") != "" // for 100 Continue: it has sent no body yet
+	if !waits && r.ContentLength <= maxUnread {
+		io.CopyN(io.Discard, r.Body, maxUnread)
+	}
 }
 
 // encode returns v as JSON and a line break, with <, > and & as they are. v must be of a type
@@ -242,13 +257,19 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	return nil
 }
 
-// httpLog is an io.Writer that logs what net/http reports, one line for each Write.
+// httpLog is an io.Writer that logs what net/http reports, one line for each Write: a panic outside of
+// a handler at ERROR, all else at INFO.
 //
 // Unlike slog.NewLogLogger, it cuts a line before slog quotes it, which takes several times its size
 // in memory. With TLS handshakes, anyone can cause many lines of 64 KB at once.
 type httpLog struct{ logger *slog.Logger }
 
 func (l httpLog) Write(line []byte) (int, error) {
-	l.logger.Info(string(bytes.TrimSpace(line[:min(len(line), maxLogged)])))
+	level := slog.LevelInfo
+	if bytes.HasPrefix(line, []byte("http: panic")) {
+		level = slog.LevelError
+	}
+	text := string(bytes.TrimSpace(line[:min(len(line), maxLogged)]))
+	l.logger.Log(context.Background(), level, text)
 	return len(line), nil
 }

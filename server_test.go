@@ -223,6 +223,38 @@ func TestHeadIsGetWithoutABody(t *testing.T) {
 	}
 }
 
+// TestReferences resolves the references in headers as a client does behind a proxy that strips /shop.
+func TestReferences(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.add(t, "Rex", 7, "sold")
+	s.add(t, "Tom", 8, "sold")
+
+	for _, c := range []struct {
+		method, target string
+		status         int
+		header         string
+		want           string // after https://example.com/shop
+	}{
+		{"GET", "/v1/pets?limit=1", 200, "Link", "/v1/pets?after=1&limit=1"},
+		{"HEAD", "/v1/pets?limit=1", 200, "Link", "/v1/pets?after=1&limit=1"},
+		{"POST", "/v1/pets", 201, "Location", "/v1/pets/3"},
+		{"GET", "/v1/pets/1", 200, "Link", "/v1/pets"},
+		{"HEAD", "/v1/pets/1", 200, "Link", "/v1/pets"},
+		{"GET", "/v1/pets/99", 404, "Link", "/v1/pets"},
+	} {
+		a := s.do(c.method, c.target, rex).want(t, c.status)
+
+		const proxy = "https://example.com/shop"
+		var err error
+		a.Request.URL, err = url.Parse(proxy + c.target)
+		must(t, err)
+		if got := a.reference(t, c.header); got != proxy+c.want {
+			t.Fatalf("%s has a %s to %s, want %s", a.request, c.header, got, proxy+c.want)
+		}
+	}
+}
+
 func TestPanicInAHandler(t *testing.T) {
 	t.Parallel()
 	var log logBuffer
@@ -760,6 +792,65 @@ func TestRefusedCreates(t *testing.T) {
 	}
 }
 
+// TestStoreAll stores batches in which a rule refuses each Zoe. The others must get the next ids, in
+// their order.
+func TestStoreAll(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	execSQL(t, s.file, `CREATE TRIGGER rule BEFORE INSERT ON pets WHEN new.name = 'Zoe'
+		BEGIN SELECT RAISE(ROLLBACK, 'no cats'); END`)
+
+	id := int64(0)
+	for _, names := range []string{
+		"Rex", "Zoe", "Rex Zoe", "Zoe Rex", "Zoe Zoe Zoe", "Zoe Rex Rex Rex Zoe Zoe Rex", "Rex Rex Rex",
+	} {
+		creations := newCreations(names)
+		s.store.storeAll(creations, time.Now().Add(time.Hour))
+
+		for i, c := range creations {
+			switch {
+			case c.pet.Name == "Zoe":
+				if !errors.Is(c.result.err, errRefused) {
+					t.Fatalf("in %q, number %d got %+v, want %v", names, i, c.result, errRefused)
+				}
+			default:
+				id++
+				if want := (Pet{id, c.pet}); c.result.pet != want || c.result.err != nil {
+					t.Fatalf("in %q, number %d got %+v, want %+v", names, i, c.result, want)
+				}
+			}
+		}
+	}
+	wantSQL(t, s.file, "SELECT max(id) FROM pets WHERE name = 'Rex'", fmt.Sprint(id))
+}
+
+// newCreations returns creations of animals with these names.
+func newCreations(names string) (creations []*creation) {
+	for name := range strings.FieldsSeq(names) {
+		creations = append(creations, &creation{pet: NewPet{Name: name, CategoryID: 7, Status: "sold"}})
+	}
+	return creations
+}
+
+// TestStoreAllEndsInTime expects that a batch is not tried again after its deadline, because each
+// transaction could wait for a lock.
+func TestStoreAllEndsInTime(t *testing.T) {
+	withFakeClock(t, func(t *testing.T, s *service) {
+		execSQL(t, s.file, `CREATE TRIGGER rule BEFORE INSERT ON pets WHEN new.name = 'Zoe'
+			BEGIN SELECT sleep(3), RAISE(ABORT, 'no cats'); END`)
+		creations := newCreations("Rex Zoe Rex Zoe")
+
+		s.store.storeAll(creations, time.Now().Add(2*time.Second))
+
+		for i, c := range creations {
+			if !errors.Is(c.result.err, errUnavailable) {
+				t.Fatalf("number %d got %+v, want %v", i, c.result, errUnavailable)
+			}
+		}
+		wantSQL(t, s.file, "SELECT count(*) FROM pets", "0")
+	})
+}
+
 // TestRandomRule adds animals beside a rule that may refuse a creation which it allowed in an
 // earlier transaction. Two clients share each Idempotency-Key. Every result must be true.
 func TestRandomRule(t *testing.T) {
@@ -970,15 +1061,17 @@ func TestLogOfARequest(t *testing.T) {
 }
 
 // TestLogOfNetHTTP expects that the lines of net/http, which a stranger can make very long, are
-// cut.
+// cut, and that a panic is an error.
 func TestLogOfNetHTTP(t *testing.T) {
 	t.Parallel()
-	var log logBuffer
-	w := httpLog{slog.New(slog.NewTextHandler(&log, nil))}
-
-	io.WriteString(w, strings.Repeat("x", 64<<10)+"\n")
-
-	log.want(t, "level=INFO msg="+strings.Repeat("x", 1024)+"\n")
+	for line, want := range map[string]string{
+		strings.Repeat("x", 64<<10) + "\n":  "level=INFO msg=" + strings.Repeat("x", 1024) + "\n",
+		"http: panic serving x: y\nstack\n": `level=ERROR msg="http: panic serving x: y\nstack"` + "\n",
+	} {
+		var log logBuffer
+		io.WriteString(httpLog{slog.New(slog.NewTextHandler(&log, nil))}, line)
+		log.want(t, want)
+	}
 }
 
 // Settings.
@@ -1030,7 +1123,7 @@ func TestHelpAndVersion(t *testing.T) {
 
 	status, help, stderr := runProgram(t, noKey, "-h")
 	flags := regexp.MustCompile(`(?m)^  -\S+ ?\S*`).FindAllString(help, -1)
-	want := "[  -addr HOST:PORT   -backup FILE   -db FILE   -keys FILE   -tls-cert FILE   -tls-key FILE   -version]"
+	want := "[  -addr HOST:PORT   -backup FILE   -db FILE   -keys FILE   -restore FILE   -tls-cert FILE   -tls-key FILE   -version]"
 	if status != 0 || fmt.Sprint(flags) != want || stderr != "" {
 		t.Fatalf("animalstore -h = %d, %s, %s, want 0 and %s", status, flags, stderr, want)
 	}
@@ -1056,6 +1149,8 @@ func TestMistakesInTheCommandLine(t *testing.T) {
 		{args: []string{"-tls-cert", ""}, want: "-tls-cert must not be empty"},
 		{args: []string{"-tls-key", ""}, want: "-tls-key must not be empty"},
 		{args: []string{"-backup", ""}, want: "-backup must not be empty"},
+		{args: []string{"-restore", ""}, want: "-restore must not be empty"},
+		{args: []string{"-backup", "x", "-restore", "y"}, want: "-backup and -restore exclude each other"},
 		{args: []string{"-tls-cert", "x"}, want: pair},
 		{args: []string{"-tls-key", "x"}, want: pair},
 	} {
@@ -1449,6 +1544,50 @@ func TestRawRequests(t *testing.T) {
 	})
 }
 
+// TestRefusalsBeforeTheBody refuses requests whose connections are closed after the response. What
+// such a client sends must be read, or a reset could overtake the response.
+func TestRefusalsBeforeTheBody(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		first  string // line of the request
+		header string
+		sent   int  // bytes of the body
+		size   int  // that the request announces
+		read   bool // all that is sent is read
+	}{
+		{"it closes the connection", "POST /v1/pets HTTP/1.1", "Connection: close\r\n", 200 << 10, 200 << 10, true},
+		{"it speaks HTTP/1.0", "POST /v1/pets HTTP/1.0", "", 200 << 10, 200 << 10, true},
+		{"it has another path", "PUT /x HTTP/1.1", "Connection: close\r\n", 200 << 10, 200 << 10, true},
+		{"it sends too much", "POST /v1/pets HTTP/1.0", "", 300 << 10, 300 << 10, false},
+		{"it announces too much", "POST /v1/pets HTTP/1.0", "", 0, 300 << 10, true},
+		{"it waits for 100 Continue", "POST /v1/pets HTTP/1.1", "Connection: close\r\nExpect: 100-continue\r\n", 0, 9, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			withFakeClock(t, func(t *testing.T, s *service) {
+				ln, stop := s.serve(t)
+				defer stop()
+				start := time.Now()
+				conn := ln.dial("")
+				sent := make(chan error, 1)
+				go func() {
+					_, err := fmt.Fprintf(conn, "%s\r\nHost: x\r\n%sContent-Length: %d\r\n\r\n%s",
+						c.first, c.header, c.size, strings.Repeat(" ", c.sent))
+					sent <- err
+				}()
+
+				receive(conn, "POST", "/x").want(t, 401)
+
+				if err := <-sent; (err == nil) != c.read {
+					t.Fatalf("the request was sent with the error %v, want none: %v", err, c.read)
+				}
+				if took := time.Since(start); took > time.Second {
+					t.Fatalf("the response took %v, want it at once", took)
+				}
+			})
+		})
+	}
+}
+
 // Stops, under the fake clock. A stop takes at least 250 milliseconds, in which requests are
 // accepted.
 
@@ -1606,6 +1745,40 @@ func TestSettingsOfAProcess(t *testing.T) {
 	p.log.wantNot(t, testKey, "filed-key", "api_key")
 	p.stop(syscall.SIGTERM)
 	wantFiles(t, dir, ":memory:")
+}
+
+func TestRelativeNameOfADatabase(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	cmd := command(t, withKey, "-db", "relative.db")
+	cmd.Dir = dir
+	p := startCommand(t, cmd)
+	p.post(rex).want(t, 201)
+	p.log.want(t, " database="+dir+"/relative.db ")
+	wantSQL(t, dir+"/relative.db", "SELECT count(*) FROM pets", "1")
+}
+
+// TestNotifySocket plays systemd, which a unit with Type=notify makes wait for READY=1.
+func TestNotifySocket(t *testing.T) {
+	t.Parallel()
+	socket := filepath.Join(t.TempDir(), "notify")
+	systemd, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: socket, Net: "unixgram"})
+	must(t, err)
+	defer systemd.Close()
+
+	p := startCommand(t, command(t, env{"API_KEYS": testKey, "NOTIFY_SOCKET": socket}))
+
+	must(t, systemd.SetReadDeadline(time.Now().Add(10*time.Second)))
+	message := make([]byte, 100)
+	n, err := systemd.Read(message)
+	if string(message[:n]) != "READY=1" || err != nil {
+		t.Fatalf("systemd was told %q, %v, want READY=1", message[:n], err)
+	}
+	p.get("/v1/pets").want(t, 200)
+
+	p = startCommand(t, command(t, env{"API_KEYS": testKey, "NOTIFY_SOCKET": socket + "-missing"}))
+	p.get("/v1/pets").want(t, 200)
+	p.log.want(t, `level=WARN msg="systemd was not told that the service is ready"`)
 }
 
 func TestServiceWithoutAKeyMakesOne(t *testing.T) {
@@ -2000,32 +2173,42 @@ func TestBackupUnderLoad(t *testing.T) {
 	wantSQL(t, file, "SELECT max(id) - count(*) FROM pets", "0") // it is of one moment
 }
 
-// TestInterruptedBackup stops a backup that takes long, because a rule in the database does. The
-// rule is ignored while the database is made and copied, but not while the copy is verified.
-func TestInterruptedBackup(t *testing.T) {
+// TestInterruptedCopies interrupts -backup and -restore while they verify the copy, which takes long,
+// because a rule in the database does. The rule is ignored while the database is made and copied.
+func TestInterruptedCopies(t *testing.T) {
 	t.Parallel()
-	file := newDatabase(t, 1)
-	execSQL(t, file, `PRAGMA ignore_check_constraints = ON;
+	slow := newDatabase(t, 1)
+	execSQL(t, slow, `PRAGMA ignore_check_constraints = ON;
 		CREATE TABLE slow (size CHECK (length(hex(zeroblob(size))) > 0));
 		WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1000)
 		INSERT INTO slow SELECT 1000000 FROM n`)
-	for _, sig := range []syscall.Signal{syscall.SIGTERM, syscall.SIGINT} {
-		dir := t.TempDir()
-		cmd := command(t, noKey, "-db", file, "-backup", dir+"/copy.db")
-		must(t, cmd.Start())
 
-		eventually(t, "the backup has begun", func() bool {
-			entries, err := os.ReadDir(dir)
-			must(t, err)
-			return len(entries) > 0
-		})
-		cmd.Process.Signal(sig)
-		cmd.Wait()
+	for sig, cause := range map[syscall.Signal]string{
+		syscall.SIGTERM: "terminated signal received",
+		syscall.SIGINT:  "interrupt signal received",
+		syscall.SIGHUP:  "hangup signal received",
+	} {
+		file := newDatabase(t, 2)
+		dir := filepath.Dir(file)
+		for _, args := range [][]string{
+			{"-db", slow, "-backup", dir + "/copy.db"},
+			{"-db", file, "-restore", slow},
+		} {
+			cmd := command(t, noKey, args...)
+			var stderr logBuffer
+			cmd.Stderr = &stderr
+			must(t, cmd.Start())
+			eventually(t, "the copy has begun", func() bool { return len(filesIn(t, dir)) > 1 })
+			cmd.Process.Signal(sig)
+			cmd.Wait()
 
-		if status := cmd.ProcessState.ExitCode(); status != 1 {
-			t.Fatalf("exit status %d, want 1", status)
+			if status := cmd.ProcessState.ExitCode(); status != 1 {
+				t.Fatalf("after %v, the exit status is %d, want 1", sig, status)
+			}
+			stderr.want(t, `": `+cause+"\n")
+			wantFiles(t, dir, "animals.db")
+			wantIDs(t, file, "1,2")
 		}
-		wantFiles(t, dir)
 	}
 }
 
@@ -2060,6 +2243,232 @@ func TestRefusedBackups(t *testing.T) {
 		}
 		target := filepath.Join(dir, cmp.Or(c.target, "copy.db"))
 		wantRefused(t, dir, refusal{args: []string{"-backup", target}, env: noKey, want: c.want})
+	}
+}
+
+// Restores.
+
+// newBackup returns a database with the animals 1 to 5, of which a backup has the first three.
+func newBackup(t *testing.T) (file, copied string) {
+	t.Helper()
+	file = newDatabase(t, 3)
+	copied = filepath.Join(t.TempDir(), "backup.db")
+	must(t, backup(t.Context(), file, copied))
+	addMany(t, file, 2)
+	return file, copied
+}
+
+// restoreWith runs the program to restore a backup.
+func restoreWith(t *testing.T, file, copied string) {
+	t.Helper()
+	status, stdout, stderr := runProgram(t, noKey, "-db", file, "-restore", copied)
+	if status != 0 || stdout+stderr != "" {
+		t.Fatalf("-restore = %d, %s%s, want 0 and no output", status, stdout, stderr)
+	}
+}
+
+// TestRestoreUnderLoad restores a backup again and again while clients add animals.
+func TestRestoreUnderLoad(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	file, copied := dir+"/animals.db", filepath.Join(t.TempDir(), "backup.db")
+	p := start(t, "-db", file)
+	first := p.post(rex, "Idempotency-Key: before").want(t, 201)
+	must(t, backup(t.Context(), file, copied))
+	p.post(rex, "Idempotency-Key: after").want(t, 201)
+
+	var stopped atomic.Bool
+	clients := startTogether(4, func(int) (a reply) {
+		for a.fault == "" && !stopped.Load() {
+			a = p.post(zoe)
+		}
+		return a
+	})
+	for range 5 {
+		restoreWith(t, file, copied)
+	}
+	stopped.Store(true)
+	for _, a := range clients() {
+		a.want(t, 201)
+	}
+
+	restoreWith(t, file, copied)
+	eventually(t, "the list has the restored animal alone", func() bool {
+		return p.get("/v1/pets").want(t, 200).body == "["+strings.TrimSpace(first.body)+"]\n"
+	})
+	wantReplayed(t, p.post(rex, "Idempotency-Key: before").want(t, 201, first.body), true)
+	wantReplayed(t, p.post(rex, "Idempotency-Key: after").want(t, 201, `"id":2,`), false)
+	p.stop(syscall.SIGTERM)
+	wantExit(t, p, 0, " msg=stopped\n")
+	wantIDs(t, file, "1,2")
+	wantFiles(t, dir, "animals.db")
+}
+
+// TestKilledRestore kills -restore while it copies the backup into the write-ahead log of a service.
+func TestKilledRestore(t *testing.T) {
+	t.Parallel()
+	large := newDatabase(t, 100_000)
+	file := newDatabase(t, 3)
+	p := start(t, "-db", file)
+	for range 5 {
+		cmd := command(t, noKey, "-db", file, "-restore", large)
+		before, err := os.Stat(file + "-wal")
+		must(t, err)
+		must(t, cmd.Start())
+		eventually(t, "the backup is copied into the log", func() bool {
+			now, err := os.Stat(file + "-wal")
+			return err == nil && now.ModTime() != before.ModTime()
+		})
+		cmd.Process.Kill()
+		cmd.Wait()
+
+		p.get("/v1/pets?after=2").want(t, 200, `"id":3,`)
+		p.post(rex).want(t, 201)
+		wantSQL(t, file, "PRAGMA integrity_check", "ok")
+		wantSQL(t, file, "SELECT max(id) - count(*) FROM pets", "0")
+		wantSQL(t, file, "SELECT count(*) < 10 OR count(*) > 100000 FROM pets", "1") // old or new
+	}
+}
+
+// TestRestoreOnAFullDisk restores backups for which a disk of 2 MB is too small: for their copies, and
+// for the write-ahead log.
+func TestRestoreOnAFullDisk(t *testing.T) {
+	t.Parallel()
+	dir := smallDisk(t)
+	file := dir + "/animals.db"
+	p := start(t, "-db", file)
+	p.post(rex).want(t, 201)
+
+	for _, animals := range []int{100_000, 30_000} {
+		large := newDatabase(t, animals)
+		wantRefusedRestore(t, file, large, "database or disk is full (13)")
+		wantFiles(t, dir, "animals.db", "animals.db-shm", "animals.db-wal")
+		if size := fileSize(file + "-wal"); size > 100_000 {
+			t.Fatalf("after a restore that failed, the log has %d bytes", size)
+		}
+		p.post(rex).want(t, 201)
+	}
+	wantIDs(t, file, "1,2,3")
+	restoreWith(t, file, newDatabase(t, 2))
+	wantIDs(t, file, "1,2")
+}
+
+// wantRefusedRestore expects that the program does not restore a backup, and says why.
+func wantRefusedRestore(t *testing.T, file, copied, words string) {
+	t.Helper()
+	status, stdout, stderr := runProgram(t, noKey, "-db", file, "-restore", copied)
+	if status != 1 || stdout != "" || strings.Count(stderr, "\n") != 1 || !strings.Contains(stderr, words) {
+		t.Fatalf("-restore = %d, %s%s, want 1 and one line with %q", status, stdout, stderr, words)
+	}
+}
+
+// TestRefusedRestores expects that a wrong backup or database is refused, and that nothing changes.
+func TestRefusedRestores(t *testing.T) {
+	t.Parallel()
+	const (
+		noDatabase = "there is no database: start the service once, which creates one, and restore again"
+		orphan     = `animals.db-wal" is the write-ahead log of one`
+		isItself   = "the backup is the database itself"
+	)
+	for _, c := range []struct {
+		shell  string // is run in the folder of animals.db, and of backup.db, the backup
+		onDB   string // SQL, goes on with animals.db
+		onCopy string // SQL, goes on with backup.db
+		want   string
+	}{
+		{shell: "rm backup.db", want: "backup.db: no such file or directory\n"},
+		{shell: ": >backup.db", want: "the backup was not copied: the database is empty"},
+		{shell: "yes | head -c 4096 >backup.db", want: "the backup was not copied: file is not a database (26)\n"},
+		{shell: "truncate -s -1 backup.db", want: "the backup is truncated"},
+		{shell: "truncate -s -4096 backup.db", want: "the backup was not copied: database disk image is malformed (11)"},
+		{shell: "rm backup.db; mkdir backup.db", want: "the backup is not a file"},
+		{shell: "rm backup.db; mkfifo backup.db", want: "the backup is not a file"},
+		{shell: "rm backup.db; ln -s animals.db backup.db", want: isItself},
+		{shell: "rm backup.db; ln animals.db backup.db", want: isItself},
+		{onCopy: "PRAGMA application_id = 0", want: "the backup was not copied: not a database of this service"},
+		{onCopy: "PRAGMA user_version = 99", want: "the backup was not copied: a newer version of this service"},
+		{
+			onCopy: "PRAGMA ignore_check_constraints = ON; UPDATE pets SET status = 'lost'",
+			want:   "the backup was not copied: the database is damaged: CHECK constraint failed",
+		},
+
+		{shell: "rm animals.db", want: noDatabase},
+		{shell: ": >animals.db", want: noDatabase},
+		{shell: "echo >animals.db", want: noDatabase}, // one byte
+		{shell: "mv animals.db animals.db-wal", want: orphan},
+		{shell: "mv animals.db animals.db-wal; echo >animals.db", want: orphan},
+		{onDB: "PRAGMA application_id = 0", want: "not a database of this service: its application_id is 0"},
+		{
+			shell: "yes | dd of=animals.db bs=16 count=1 conv=notrunc",
+			want:  "(26): stop the service, move the database and its -wal and -shm files away",
+		},
+	} {
+		t.Run(c.shell+c.onDB+c.onCopy, func(t *testing.T) {
+			t.Parallel()
+			file, copied := newBackup(t)
+			dir := filepath.Dir(file)
+			must(t, os.Rename(copied, dir+"/backup.db"))
+			shell(t, dir, c.shell)
+			if c.onDB != "" {
+				execSQL(t, file, c.onDB)
+			}
+			if c.onCopy != "" {
+				execSQL(t, dir+"/backup.db", c.onCopy)
+			}
+
+			wantRefused(t, dir, refusal{args: []string{"-restore", dir + "/backup.db"}, env: noKey, want: c.want})
+		})
+	}
+}
+
+func TestRestoreIntoALockedDatabase(t *testing.T) {
+	t.Parallel()
+	file, copied := newBackup(t)
+	onConnect(file, "PRAGMA busy_timeout = 50") // milliseconds, not to wait for 5 seconds
+	whileLocked(t, file, func() {
+		wantRefusedRestore(t, file, copied, "another program holds a lock; end it, and restore again")
+	})
+	wantIDs(t, file, "1,2,3,4,5")
+}
+
+// TestRestoreOfOddFiles restores to and from files that are unusual, but allowed.
+func TestRestoreOfOddFiles(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		shell  string // is run in the folder of animals.db, and of backup.db, the backup
+		onDB   string // SQL, goes on with animals.db
+		db     string // the names for the program, which runs in that folder
+		copied string
+	}{
+		{db: "animals.db", copied: "backup.db"},
+		{shell: "mv backup.db 'a?b#c%41 \"d'", db: "animals.db", copied: `a?b#c%41 "d`},
+		{shell: "ln -s backup.db link", db: "animals.db", copied: "link"},
+		{shell: "mkdir real; mv animals.db real; ln -s real/animals.db link; cd real", db: "link", copied: "backup.db"},
+		{shell: "chmod 400 backup.db; sync", db: "animals.db", copied: "backup.db"},
+		{onDB: "PRAGMA user_version = 99", db: "animals.db", copied: "backup.db"},
+		{
+			shell: "yes | dd of=animals.db bs=4096 seek=1 count=2 conv=notrunc", // damages two pages
+			db:    "animals.db", copied: "backup.db",
+		},
+	} {
+		file, copied := newBackup(t)
+		dir := filepath.Dir(file)
+		must(t, os.Rename(copied, dir+"/backup.db"))
+		shell(t, dir, c.shell)
+		if c.onDB != "" {
+			execSQL(t, file, c.onDB)
+		}
+
+		cmd := command(t, noKey, "-db", c.db, "-restore", c.copied)
+		cmd.Dir = dir
+		if out, err := cmd.CombinedOutput(); err != nil || len(out) > 0 {
+			t.Fatalf("%s: -db %q -restore %q: %v, %s", c.shell, c.db, c.copied, err, out)
+		}
+
+		s := openService(t, filepath.Join(dir, c.db))
+		s.post(rex).want(t, 201, `"id":4,`)
+		must(t, s.close())
+		wantIDs(t, filepath.Join(dir, c.db), "1,2,3,4")
 	}
 }
 
@@ -2404,8 +2813,8 @@ func (a reply) wantHeader(t testing.TB, name, want string) {
 	}
 }
 
-// reference returns the path and query of what the reference in a header leads to, as a client
-// resolves it (RFC 3986), or "" if there is no such header.
+// reference returns the URL to which the reference in a header leads, as a client resolves it
+// (RFC 3986), or "" if there is no such header.
 func (a reply) reference(t testing.TB, header string) string {
 	t.Helper()
 	text, _, _ := strings.Cut(strings.TrimPrefix(a.Header.Get(header), "<"), ">")
@@ -2414,7 +2823,7 @@ func (a reply) reference(t testing.TB, header string) string {
 	}
 	target, err := a.Request.URL.Parse(text)
 	must(t, err)
-	return target.RequestURI()
+	return target.String()
 }
 
 // decode decodes the body of a response.
@@ -2675,7 +3084,7 @@ func onConnect(file, statements string) {
 	connectionSQL.Store(file, statements)
 }
 
-// registerHooks makes connections use connectionSQL, and adds the SQL function panic.
+// registerHooks makes connections use connectionSQL, and adds the SQL functions panic and sleep.
 func registerHooks() {
 	sqlite.RegisterConnectionHook(func(conn sqlite.ExecQuerierContext, dsn string) error {
 		location, err := url.Parse(dsn)
@@ -2691,6 +3100,11 @@ func registerHooks() {
 	})
 	sqlite.MustRegisterScalarFunction("panic", 0,
 		func(*sqlite.FunctionContext, []driver.Value) (driver.Value, error) { panic("a mistake") })
+	sqlite.MustRegisterScalarFunction("sleep", 1, // seconds
+		func(_ *sqlite.FunctionContext, args []driver.Value) (driver.Value, error) {
+			time.Sleep(time.Duration(args[0].(int64)) * time.Second)
+			return nil, nil
+		})
 }
 
 // Helpers: the program, as a process or in this one.
@@ -2717,7 +3131,7 @@ func command(t testing.TB, e env, args ...string) *exec.Cmd {
 
 	all := append([]string{"-addr", "127.0.0.1:0", "-db", t.TempDir() + "/animals.db"}, args...)
 	cmd := exec.CommandContext(ctx, os.Args[0], all...)
-	cmd.Env = []string{"ANIMALSTORE_PROCESS=1", "GOCOVERDIR=" + os.Getenv("GOCOVERDIR")}
+	cmd.Env = []string{"ANIMALSTORE_PROCESS=1"}
 	for name, value := range e {
 		cmd.Env = append(cmd.Env, name+"="+value)
 	}
@@ -2872,22 +3286,31 @@ func snapshot(t testing.TB, dir string) (text string) {
 	for _, e := range entries {
 		info, err := e.Info()
 		must(t, err)
-		data, _ := os.ReadFile(filepath.Join(dir, e.Name())) // fails for a folder
+		var data []byte
+		if info.Mode().IsRegular() {
+			data, err = os.ReadFile(filepath.Join(dir, e.Name()))
+			must(t, err)
+		}
 		text += fmt.Sprintf("%s %v %x\n", e.Name(), info.ModTime(), sha256.Sum256(data))
 	}
 	return text
 }
 
-// wantFiles checks the names of all files in a folder.
-func wantFiles(t *testing.T, dir string, want ...string) {
+// filesIn returns the names of all files in a folder.
+func filesIn(t testing.TB, dir string) (names []string) {
 	t.Helper()
 	entries, err := os.ReadDir(dir)
 	must(t, err)
-	var got []string
 	for _, e := range entries {
-		got = append(got, e.Name())
+		names = append(names, e.Name())
 	}
-	if !slices.Equal(got, want) {
+	return names
+}
+
+// wantFiles checks the names of all files in a folder.
+func wantFiles(t *testing.T, dir string, want ...string) {
+	t.Helper()
+	if got := filesIn(t, dir); !slices.Equal(got, want) {
 		t.Fatalf("the files are %q, want %q", got, want)
 	}
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"database/sql"
@@ -359,10 +360,10 @@ func (s *store) storeWaiting() {
 	s.waitingMu.Unlock()
 
 	s.storeAll(creations, time.Now().Add(busyTimeout/2))
-	s.writing.Unlock()
 	for _, c := range creations {
 		c.stored.Done()
 	}
+	s.writing.Unlock()
 }
 
 // storeAll stores creations in their order, and sets their results. They share one transaction,
@@ -539,6 +540,118 @@ func verify(ctx context.Context, path string) error {
 			return errors.New("the database is damaged: " + result)
 		}
 		return nil
+	})
+}
+
+// restore replaces the content of the database at path, which may be in use, with that of the
+// backup in the file source, in one transaction. The database may be damaged, or of a newer version,
+// but not of another program. After an error, it has its old content.
+//
+// Meanwhile, it needs space for two copies of the backup: beside the database, and in the WAL.
+func restore(ctx context.Context, path, source string) error {
+	if err := refuseOrphanedWAL(path); err != nil {
+		return err
+	}
+	if isEmpty(path) {
+		return errors.New("there is no database: start the service once, which creates one, " +
+			"and restore again")
+	}
+	if err := checkSource(path, source); err != nil {
+		return err
+	}
+
+	folder, err := os.MkdirTemp(filepath.Dir(path), filepath.Base(path)+".restore-*")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(folder)
+
+	verified := filepath.Join(folder, "verified.db") // nobody else changes this copy
+	if err := backup(ctx, source, verified); err != nil {
+		return fmt.Errorf("the backup was not copied: %w", err)
+	}
+	if err := upgrade(verified); err != nil {
+		return err
+	}
+
+	err = copyPages(ctx, path, verified)
+	switch sqliteCode(err) {
+	case sqlite3.SQLITE_BUSY:
+		return fmt.Errorf("%w: another program holds a lock; end it, and restore again", err)
+	case sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB:
+		return fmt.Errorf("%w: stop the service, move the database and its -wal and -shm files away, "+
+			"start the service, and restore again", err)
+	}
+	return explain(err)
+}
+
+// checkSource returns an error if the file source cannot be a backup for the database at path.
+func checkSource(path, source string) error {
+	database, err := os.Stat(path)
+	if err != nil {
+		return err
+	}
+	info, err := os.Stat(source)
+	if err != nil {
+		return err
+	}
+
+	const smallestPage = 512 // bytes
+	switch {
+	case !info.Mode().IsRegular():
+		return errors.New("the backup is not a file")
+	case os.SameFile(info, database):
+		return errors.New("the backup is the database itself")
+	case info.Size()%smallestPage != 0: // SQLite would fill the last page up
+		return errors.New("the backup is truncated")
+	}
+	return nil
+}
+
+// upgrade brings the schema of the database at path up to date.
+func upgrade(path string) error {
+	db := openPool(path, "rw", 1)
+	return errors.Join(migrate(db, migrations), db.Close())
+}
+
+// copyPages replaces the content of the database at path with that of the one at source: see
+// https://sqlite.org/backup.html.
+func copyPages(ctx context.Context, path, source string) error {
+	db := openPool(path, "rw", 1)
+	defer db.Close()
+
+	// Only the header of the database is read, because the rest may be damaged.
+	var id int
+	if err := db.QueryRow("PRAGMA application_id").Scan(&id); err != nil {
+		return err
+	}
+	if id != applicationID {
+		return fmt.Errorf("not a database of this service: its application_id is %d", id)
+	}
+
+	// Whether it succeeds or not, the copy leaves the WAL as long as the backup.
+	defer db.Exec("PRAGMA wal_checkpoint(TRUNCATE)")
+
+	conn, err := db.Conn(ctx)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	return conn.Raw(func(driverConn any) error {
+		b, err := driverConn.(interface {
+			NewRestore(string) (*sqlite.Backup, error)
+		}).NewRestore(dataSourceName(source, "ro"))
+		if err != nil {
+			return err
+		}
+
+		const pages = 1000 // between two looks at ctx
+		for more := true; more && err == nil; {
+			if err = ctx.Err(); err == nil {
+				more, err = b.Step(pages)
+			}
+		}
+		return cmp.Or(err, b.Finish())
 	})
 }
 
