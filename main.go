@@ -156,8 +156,8 @@ func buildVersion() string {
 	return info.Main.Version + " " + info.GoVersion
 }
 
-// runCopy makes or restores a backup. It ends early, and leaves nothing behind, if ctx is cancelled or
-// the terminal is closed.
+// runCopy makes or restores a backup. It ends early, and leaves nothing behind, if ctx is cancelled
+// or the terminal is closed.
 func runCopy(ctx context.Context, c config) error {
 	if !signal.Ignored(syscall.SIGHUP) { // as it is under nohup
 		ctx, _ = signal.NotifyContext(ctx, syscall.SIGHUP)

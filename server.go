@@ -168,9 +168,9 @@ func (s *server) send(w http.ResponseWriter, r *request, resp response) (size in
 	return size
 }
 
-// readUnread reads what the handler has left unread of a body that is not too large. net/http does so
+// readUnread reads what the handler has left of a body that is not too large. net/http does so
 // before a response, but not if it closes the connection afterwards, as for nginx and Python's
-// urllib: the unread bytes would reset the connection, and the client might not see the response.
+// urllib: unread bytes would reset the connection, and the client might not see the response.
 func readUnread(r *request) {
 	waits := r.Header.Get("Expect") != "" // for 100 Continue: it has sent no body yet
 	if !waits && r.ContentLength <= maxUnread {
@@ -257,11 +257,11 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	return nil
 }
 
-// httpLog is an io.Writer that logs what net/http reports, one line for each Write: a panic outside of
-// a handler at ERROR, all else at INFO.
+// httpLog is an io.Writer that logs what net/http reports, one line for each Write: a panic outside
+// of a handler at ERROR, all else at INFO.
 //
-// Unlike slog.NewLogLogger, it cuts a line before slog quotes it, which takes several times its size
-// in memory. With TLS handshakes, anyone can cause many lines of 64 KB at once.
+// Unlike slog.NewLogLogger, it cuts a line before slog quotes it, which takes several times its
+// size in memory. With TLS handshakes, anyone can cause many lines of 64 KB at once.
 type httpLog struct{ logger *slog.Logger }
 
 func (l httpLog) Write(line []byte) (int, error) {

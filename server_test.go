@@ -851,36 +851,6 @@ func TestStoreAllEndsInTime(t *testing.T) {
 	})
 }
 
-// TestRandomRule adds animals beside a rule that may refuse a creation which it allowed in an
-// earlier transaction. Two clients share each Idempotency-Key. Every result must be true.
-func TestRandomRule(t *testing.T) {
-	t.Parallel()
-	s := newService(t)
-	execSQL(t, s.file, `CREATE TRIGGER rule BEFORE INSERT ON pets WHEN random() % 4 = 0
-		BEGIN SELECT RAISE(ABORT, 'not now'); END`)
-
-	created := 0
-	for i := range 30 {
-		replies := together(16, func(client int) reply {
-			animal := []string{rex, zoe}[client%2]
-			return s.post(animal, fmt.Sprintf("Idempotency-Key: %d-%d", client/2, i))
-		})
-		for _, a := range replies {
-			switch {
-			case a.StatusCode == 201:
-				created++
-				s.get(a.reference(t, "Location")).want(t, 200, a.want(t, 201).body)
-			case a.StatusCode == 422:
-				a.want(t, 422)
-			default:
-				a.want(t, 400, "a rule in the database of the shop refuses this animal")
-			}
-		}
-	}
-
-	wantSQL(t, s.file, "SELECT count(*) FROM pets", strconv.Itoa(created))
-}
-
 // Idempotency.
 
 func TestIdempotencyKey(t *testing.T) {

@@ -544,8 +544,8 @@ func verify(ctx context.Context, path string) error {
 }
 
 // restore replaces the content of the database at path, which may be in use, with that of the
-// backup in the file source, in one transaction. The database may be damaged, or of a newer version,
-// but not of another program. After an error, it has its old content.
+// backup in the file source, in one transaction. The database may be damaged, or of a newer
+// version, but not of another program. After an error, it has its old content.
 //
 // Meanwhile, it needs space for two copies of the backup: beside the database, and in the WAL.
 func restore(ctx context.Context, path, source string) error {
@@ -794,8 +794,8 @@ func openPool(path, mode string, size int) *sql.DB {
 	return db
 }
 
-// dataSourceName returns the driver's name for the database at path, which is absolute. mode is SQLite's: ro, rw, or
-// rwc to create it. For the other parameters, see
+// dataSourceName returns the driver's name for the database at path, which is absolute. mode is
+// SQLite's: ro, rw, or rwc to create it. For the other parameters, see
 // https://pkg.go.dev/modernc.org/sqlite#Driver.Open.
 func dataSourceName(path, mode string) string {
 	query := url.Values{
@@ -818,8 +818,9 @@ func dataSourceName(path, mode string) string {
 	return location.String()
 }
 
-// exitOnPanic, deferred, ends the program after a panic in the store, with status 1: a connection
-// may be in use for ever, or a transaction open. callHandler would go on.
+// exitOnPanic, deferred, ends the program after a panic in the store, with status 1. A connection
+// may be in use for ever, or a transaction open, so the program must not go on, as it does after
+// other panics (see callHandler).
 func (s *store) exitOnPanic() {
 	if p := recover(); p != nil {
 		s.logger.Error("panic in the store", "panic", p, "stack", string(debug.Stack()))
@@ -827,8 +828,8 @@ func (s *store) exitOnPanic() {
 	}
 }
 
-// explain adds to an error of SQLite what it means: errUnavailable if its cause may pass, or what the
-// operator can do. It returns all other errors as they are.
+// explain adds to an error of SQLite what it means: errUnavailable if its cause may pass, or what
+// the operator can do. It returns all other errors as they are.
 func explain(err error) error {
 	switch sqliteCode(err) {
 	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL: // a lock of another program, a full disk
