@@ -2277,10 +2277,10 @@ func TestRestoreUnderLoad(t *testing.T) {
 // TestKilledRestore kills -restore while it copies the backup into the write-ahead log of a service.
 func TestKilledRestore(t *testing.T) {
 	t.Parallel()
-	large := newDatabase(t, 100_000)
+	large := newLargeDatabase(t, 6000)
 	file := newDatabase(t, 3)
 	p := start(t, "-db", file)
-	for range 5 {
+	for range 3 {
 		cmd := command(t, noKey, "-db", file, "-restore", large)
 		before, err := os.Stat(file + "-wal")
 		must(t, err)
@@ -2296,7 +2296,7 @@ func TestKilledRestore(t *testing.T) {
 		p.post(rex).want(t, 201)
 		wantSQL(t, file, "PRAGMA integrity_check", "ok")
 		wantSQL(t, file, "SELECT max(id) - count(*) FROM pets", "0")
-		wantSQL(t, file, "SELECT count(*) < 10 OR count(*) > 100000 FROM pets", "1") // old or new
+		wantSQL(t, file, "SELECT count(*) < 10 OR count(*) >= 6000 FROM pets", "1") // old or new
 	}
 }
 
@@ -2309,8 +2309,8 @@ func TestRestoreOnAFullDisk(t *testing.T) {
 	p := start(t, "-db", file)
 	p.post(rex).want(t, 201)
 
-	for _, animals := range []int{100_000, 30_000} {
-		large := newDatabase(t, animals)
+	for _, animals := range []int{6000, 2400} {
+		large := newLargeDatabase(t, animals)
 		wantRefusedRestore(t, file, large, "database or disk is full (13)")
 		wantFiles(t, dir, "animals.db", "animals.db-shm", "animals.db-wal")
 		if size := fileSize(file + "-wal"); size > 100_000 {
@@ -2346,7 +2346,7 @@ func TestRefusedRestores(t *testing.T) {
 		onCopy string // SQL, goes on with backup.db
 		want   string
 	}{
-		{shell: "rm backup.db", want: "backup.db: no such file or directory\n"},
+		{shell: "rm backup.db", want: "the backup cannot be read: no such file or directory\n"},
 		{shell: ": >backup.db", want: "the backup was not copied: the database is empty"},
 		{shell: "yes | head -c 4096 >backup.db", want: "the backup was not copied: file is not a database (26)\n"},
 		{shell: "truncate -s -1 backup.db", want: "the backup is truncated"},
@@ -3036,6 +3036,14 @@ func newDatabase(t testing.TB, count int) (file string) {
 	return s.file
 }
 
+// newLargeDatabase is newDatabase with long names: 1000 animals take 500 KB.
+func newLargeDatabase(t testing.TB, count int) (file string) {
+	t.Helper()
+	file = newDatabase(t, count)
+	execSQL(t, file, "UPDATE pets SET name = substr(hex(zeroblob(128)), 1, 255); VACUUM")
+	return file
+}
+
 // whileLocked runs f while another program holds the write lock of a database.
 func whileLocked(t testing.TB, file string, f func()) {
 	t.Helper()
@@ -3096,7 +3104,7 @@ var startedLine = regexp.MustCompile(`msg=started url=(\S+)`)
 // otherwise. Of this process's environment, it has only what is in e.
 func command(t testing.TB, e env, args ...string) *exec.Cmd {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	t.Cleanup(cancel)
 
 	all := append([]string{"-addr", "127.0.0.1:0", "-db", t.TempDir() + "/animals.db"}, args...)

@@ -373,7 +373,7 @@ func (s *store) storeWaiting() {
 // No transaction begins after deadline, because each could wait for a lock.
 func (s *store) storeAll(creations []*creation, deadline time.Time) {
 	results := make([]result, len(creations))
-	err := fmt.Errorf("%w: locked again and again", errUnavailable)
+	err := fmt.Errorf("%w: it was not stored in time", errUnavailable)
 	if time.Now().Before(deadline) {
 		results, err = s.insertAll(creations)
 	}
@@ -593,7 +593,7 @@ func checkSource(path, source string) error {
 	}
 	info, err := os.Stat(source)
 	if err != nil {
-		return err
+		return fmt.Errorf("the backup cannot be read: %w", errors.Unwrap(err)) // without its name
 	}
 
 	const smallestPage = 512 // bytes
