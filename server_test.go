@@ -3101,7 +3101,7 @@ type process struct {
 var startedLine = regexp.MustCompile(`msg=started url=(\S+)`)
 
 // command returns a command that runs the program on a free port and a new database, unless args say
-// otherwise. Of this process's environment, it has only what is in e.
+// otherwise. Its environment is e.
 func command(t testing.TB, e env, args ...string) *exec.Cmd {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -3109,7 +3109,10 @@ func command(t testing.TB, e env, args ...string) *exec.Cmd {
 
 	all := append([]string{"-addr", "127.0.0.1:0", "-db", t.TempDir() + "/animals.db"}, args...)
 	cmd := exec.CommandContext(ctx, os.Args[0], all...)
-	cmd.Env = []string{"ANIMALSTORE_PROCESS=1"}
+	cmd.Env = []string{
+		"ANIMALSTORE_PROCESS=1",
+		"GOCOVERDIR=" + t.TempDir(), // without it, go test -cover makes the program print a warning
+	}
 	for name, value := range e {
 		cmd.Env = append(cmd.Env, name+"="+value)
 	}
