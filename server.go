@@ -26,10 +26,9 @@ const (
 	readTimeout       = 10 * time.Second
 	readHeaderTimeout = 5 * time.Second
 
-	// writeTimeout counts from the end of the headers. It leaves time to read the body, to wait
-	// twice for a database that is locked (for the creates before this one, and for this one), and
-	// to send the response.
-	writeTimeout = readTimeout + 2*busyTimeout + 5*time.Second
+	// writeTimeout counts from the end of the headers. It leaves time to read the body, to store the
+	// creates before this one, and this one, in a database that is locked, and to send the response.
+	writeTimeout = readTimeout + 2*(retryTime+busyTimeout) + time.Second
 
 	// idleTimeout is longer than that of common proxies (nginx 60 seconds, Caddy 120), so that they
 	// close first: a proxy could send a request just when the service closes the connection.

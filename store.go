@@ -27,6 +27,10 @@ const (
 	// busyTimeout is how long a statement waits for the lock of another program.
 	busyTimeout = 5 * time.Second
 
+	// retryTime is how long creations are tried again, in other transactions, after a rule of the
+	// operator has refused one of them. The last transaction may then wait for busyTimeout.
+	retryTime = 2 * time.Second
+
 	// watchInterval is the time between two looks for commits of other programs.
 	watchInterval = 250 * time.Millisecond
 
@@ -131,9 +135,9 @@ type store struct {
 	readers  *sql.DB              // for lists
 	writer   *sql.DB              // one connection, for creates
 	prepared map[string]*sql.Stmt // by SQL
-	writing  sync.Mutex           // is held while the writer is in use
+	writerMu sync.Mutex           // is held while the writer is in use
 
-	// waitingMu guards waiting: the creations for the next transaction, while writing is held for
+	// waitingMu guards waiting: the creations for the next transaction, while writerMu is held for
 	// the one before it (group commit; BenchmarkCreates shows what that gains).
 	waitingMu sync.Mutex
 	waiting   []*creation
@@ -186,7 +190,7 @@ func (s *store) open() error {
 
 	// Start with a short WAL. On a full disk, go on all the same: lists work.
 	_, err = s.writer.Exec("PRAGMA wal_checkpoint")
-	if err != nil && !errors.Is(explain(err), errUnavailable) {
+	if err != nil && sqliteCode(err) != sqlite3.SQLITE_FULL {
 		return err
 	}
 
@@ -223,18 +227,28 @@ func (s *store) openReaders() error {
 // close closes the store. It returns an error if the database is not in its place. Call close only
 // once.
 func (s *store) close() error {
-	s.closing <- struct{}{}
-	s.writing.Lock() // when the creations that are being stored are on disk
-	defer s.writing.Unlock()
+	s.closing <- struct{}{} // watch has ended when it takes this
+	s.writerMu.Lock()       // when the creations that are being stored are on disk
+	defer s.writerMu.Unlock()
 
 	// The last connection to be closed copies the WAL into the database and deletes it, but not if
 	// the database was moved: the WAL stays, and would damage another database at the path. So copy
 	// it into the database that is open, wherever that is, and empty it.
 	if err := s.checkPath(); err != nil {
-		_, checkpointErr := s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)")
-		return errors.Join(err, checkpointErr, s.closeAll())
+		return errors.Join(err, s.emptyWAL(), s.closeAll())
 	}
 	return s.closeAll()
+}
+
+// emptyWAL copies the WAL into the database that is open, and empties it.
+func (s *store) emptyWAL() error {
+	var busy, pages, copied int
+	err := s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &pages, &copied)
+	if err == nil && busy != 0 {
+		err = errors.New("its write-ahead log is not empty, because another program reads it: " +
+			"move the log away before the next start")
+	}
+	return err
 }
 
 // closeAll closes all connections. The writer's comes last, because the others may not write, and
@@ -353,35 +367,34 @@ func (s *store) create(who caller, key string, p NewPet) (stored Pet, replayed b
 
 // storeWaiting stores all waiting creations, when those before them are stored.
 func (s *store) storeWaiting() {
-	s.writing.Lock() // while this waits, others join
+	s.writerMu.Lock() // while this waits, others join
 	s.waitingMu.Lock()
 	creations := s.waiting
 	s.waiting = nil
 	s.waitingMu.Unlock()
 
-	s.storeAll(creations, time.Now().Add(busyTimeout/2))
+	s.storeAll(creations, time.Now())
 	for _, c := range creations {
 		c.stored.Done()
 	}
-	s.writing.Unlock()
+	s.writerMu.Unlock()
 }
 
 // storeAll stores creations in their order, and sets their results. They share one transaction,
 // unless that fails because of one of them, which a rule of the operator refuses. Then each half
-// gets its own, and so on: only that one fails.
-//
-// No transaction begins after deadline, because each could wait for a lock.
-func (s *store) storeAll(creations []*creation, deadline time.Time) {
+// gets its own, and so on: only that one fails. No transaction begins when retryTime has passed
+// since start, because each could wait for a lock.
+func (s *store) storeAll(creations []*creation, start time.Time) {
 	results := make([]result, len(creations))
-	err := fmt.Errorf("%w: it was not stored in time", errUnavailable)
-	if time.Now().Before(deadline) {
+	err := fmt.Errorf("%w: too many transactions failed before this one", errUnavailable)
+	if time.Since(start) < retryTime {
 		results, err = s.insertAll(creations)
 	}
 
-	if len(creations) > 1 && isOfOne(err) {
+	if len(creations) > 1 && causedByOne(err) {
 		half := len(creations) / 2
-		s.storeAll(creations[:half], deadline)
-		s.storeAll(creations[half:], deadline)
+		s.storeAll(creations[:half], start)
+		s.storeAll(creations[half:], start)
 		return
 	}
 	for i, c := range creations {
@@ -392,9 +405,9 @@ func (s *store) storeAll(creations []*creation, deadline time.Time) {
 	}
 }
 
-// isOfOne reports whether a transaction failed with err because of one of its creations: it breaks
-// a constraint, or a trigger refuses it or fails.
-func isOfOne(err error) bool {
+// causedByOne reports whether a transaction failed with err because of one of its creations: it
+// breaks a constraint, or a trigger refuses it or fails.
+func causedByOne(err error) bool {
 	switch sqliteCode(err) {
 	case sqlite3.SQLITE_ERROR, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG:
 		return true
@@ -651,7 +664,8 @@ func copyPages(ctx context.Context, path, source string) error {
 				more, err = b.Step(pages)
 			}
 		}
-		return cmp.Or(err, b.Finish())
+		finishErr := b.Finish() // undoes what was copied unless all was
+		return cmp.Or(err, finishErr)
 	})
 }
 
