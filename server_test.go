@@ -1749,7 +1749,7 @@ func TestNotifySocket(t *testing.T) {
 
 	p = startCommand(t, command(t, env{"API_KEYS": testKey, "NOTIFY_SOCKET": socket + "-missing"}))
 	p.get("/v1/pets").want(t, 200)
-	p.log.want(t, `level=WARN msg="systemd was not told that the service is ready"`)
+	p.log.await(t, `level=WARN msg="systemd was not told that the service is ready"`)
 }
 
 func TestServiceWithoutAKeyMakesOne(t *testing.T) {
