@@ -121,10 +121,10 @@ func (a *api) createPet(r *request) (response, error) {
 	return response{status: http.StatusCreated, header: header, body: encode(stored)}, nil
 }
 
-// getPet answers GET /v1/pets/{petId} with the pet: the first one on the page after its id - 1.
+// getPet answers GET /v1/pets/{petId} with the pet, which it reads as a list of one.
 func (a *api) getPet(r *request) (response, error) {
 	id, ok := parseInt(r.PathValue("petId"))
-	if !ok {
+	if !ok || id < 1 {
 		return response{}, errNotFound
 	}
 	pets, err := a.store.list(listOptions{after: id - 1, limit: 1})

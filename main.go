@@ -139,11 +139,14 @@ func parseFlags(args []string, stdout io.Writer) (c config, err error) {
 	}
 
 	for _, path := range []*string{&c.db, &c.backup, &c.restore} {
-		if *path != "" {
-			*path, err = filepath.Abs(*path)
+		if *path == "" {
+			continue // not given
+		}
+		if *path, err = filepath.Abs(*path); err != nil {
+			return c, err
 		}
 	}
-	return c, err // Abs fails only without a working directory
+	return c, nil
 }
 
 // buildVersion returns the version of the module that the binary was built from, and that of

@@ -70,7 +70,7 @@ type request struct {
 	caller caller // nobody until the API key is accepted
 
 	// responseHeader is the header of the http.ResponseWriter. What a handler sets here is sent
-	// with its response, or with the error that it returns.
+	// with its response, or with the error that it returns, and is never cached.
 	responseHeader http.Header
 }
 

@@ -211,15 +211,15 @@ func (s *store) open() error {
 	return s.openReaders()
 }
 
-// openReaders opens all connections of the readers. One that is opened while the database is moved
-// would find none, or stay with another one.
+// openReaders opens all connections of the readers. One that was opened later, after the database
+// was moved, would be to another file, or to none.
 func (s *store) openReaders() error {
 	for range s.readers.Stats().MaxOpenConnections {
 		rows, err := s.prepared[selectPage].Query(0, 1)
 		if err != nil {
 			return err
 		}
-		defer rows.Close() // gives the connection back when all are open
+		defer rows.Close() // keeps the connection in use until all are open
 	}
 	return nil
 }
@@ -702,8 +702,8 @@ func migrate(db *sql.DB, steps []string) error {
 			}
 		}
 
-		// SQLite even begins a transaction on a file that is read-only. There is no such pet, so
-		// this needs no space on a full disk.
+		// BEGIN IMMEDIATE succeeds even on a file that is read-only, so try to write. There is no
+		// such pet, so that this needs no space on a full disk.
 		_, err = tx.Exec("DELETE FROM pets WHERE id = 0")
 		return err
 	})
