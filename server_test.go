@@ -1747,6 +1747,16 @@ func TestNotifySocket(t *testing.T) {
 	}
 	p.get("/v1/pets").want(t, 200)
 
+	wantRefused(t, t.TempDir(), refusal{
+		args: []string{"-db", "/none/animals.db"},
+		env:  env{"API_KEYS": testKey, "NOTIFY_SOCKET": socket},
+		want: "unable to open database file",
+	})
+	must(t, systemd.SetReadDeadline(time.Now()))
+	if n, err := systemd.Read(message); err == nil {
+		t.Fatalf("after a start that failed, systemd was told %q", message[:n])
+	}
+
 	p = startCommand(t, command(t, env{"API_KEYS": testKey, "NOTIFY_SOCKET": socket + "-missing"}))
 	p.get("/v1/pets").want(t, 200)
 	p.log.await(t, `level=WARN msg="systemd was not told that the service is ready"`)
@@ -2173,10 +2183,15 @@ func TestInterruptedCopies(t *testing.T) {
 		WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1000)
 		INSERT INTO slow SELECT 1000000 FROM n`)
 
-	for sig, cause := range map[syscall.Signal]string{
-		syscall.SIGTERM: "terminated signal received",
-		syscall.SIGINT:  "interrupt signal received",
-		syscall.SIGHUP:  "hangup signal received",
+	for _, c := range []struct {
+		signals []syscall.Signal
+		nohup   bool // SIGHUP is ignored
+		cause   string
+	}{
+		{signals: []syscall.Signal{syscall.SIGTERM}, cause: "terminated signal received"},
+		{signals: []syscall.Signal{syscall.SIGINT}, cause: "interrupt signal received"},
+		{signals: []syscall.Signal{syscall.SIGHUP}, cause: "hangup signal received"},
+		{signals: []syscall.Signal{syscall.SIGHUP, syscall.SIGTERM}, nohup: true, cause: "terminated signal received"},
 	} {
 		file := newDatabase(t, 2)
 		dir := filepath.Dir(file)
@@ -2185,17 +2200,23 @@ func TestInterruptedCopies(t *testing.T) {
 			{"-db", file, "-restore", slow},
 		} {
 			cmd := command(t, noKey, args...)
+			if c.nohup {
+				cmd.Path = "/bin/sh"
+				cmd.Args = append([]string{"sh", "-c", `trap '' HUP; exec "$0" "$@"`}, cmd.Args...)
+			}
 			var stderr logBuffer
 			cmd.Stderr = &stderr
 			must(t, cmd.Start())
 			eventually(t, "the copy has begun", func() bool { return len(filesIn(t, dir)) > 1 })
-			cmd.Process.Signal(sig)
+			for _, sig := range c.signals {
+				cmd.Process.Signal(sig)
+			}
 			cmd.Wait()
 
 			if status := cmd.ProcessState.ExitCode(); status != 1 {
-				t.Fatalf("after %v, the exit status is %d, want 1", sig, status)
+				t.Fatalf("after %v, the exit status is %d, want 1", c.signals, status)
 			}
-			stderr.want(t, `": `+cause+"\n")
+			stderr.want(t, `": `+c.cause+"\n")
 			wantFiles(t, dir, "animals.db")
 			wantIDs(t, file, "1,2")
 		}
@@ -2391,6 +2412,10 @@ func TestRefusedRestores(t *testing.T) {
 		{
 			shell: "yes | dd of=animals.db bs=16 count=1 conv=notrunc",
 			want:  "(26): stop the service, move the database and its -wal and -shm files away",
+		},
+		{
+			shell: "yes | dd of=animals.db bs=100 seek=1 count=30 conv=notrunc",
+			want:  "(11): stop the service, move the database and its -wal and -shm files away",
 		},
 	} {
 		t.Run(c.shell+c.onDB+c.onCopy, func(t *testing.T) {
