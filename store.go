@@ -320,11 +320,11 @@ func (s *store) list(o listOptions) ([]Pet, error) {
 	return pets, explain(rows.Err())
 }
 
-// creation is a pet to be stored.
+// creation is a pet to be stored, and then the result.
 type creation struct {
-	pet    NewPet
-	caller caller
-	key    string // the Idempotency-Key, "" for none
+	pet            NewPet
+	caller         caller
+	idempotencyKey string // "" for none
 
 	result result
 	stored sync.WaitGroup // is done when result is set
@@ -339,16 +339,18 @@ type result struct {
 
 // create stores p and returns it, with its id, once it is on disk.
 //
-// If who has already used this Idempotency-Key ("" for none) within idempotencyKeyLifetime, it
-// stores nothing, and returns the first pet with replayed set, or errIdempotencyKeyReused if p
-// differs from it.
+// If who has already used idempotencyKey ("" for none) within idempotencyKeyLifetime, it stores
+// nothing, and returns the first pet with replayed set, or errIdempotencyKeyReused if p differs
+// from it.
 //
 // After errIdempotencyKeyReused, errRefused or errUnavailable p is not stored. After another error
 // it may be. There is no context: p shares a transaction with others, which goes on when one of the
 // clients disconnects.
-func (s *store) create(who caller, key string, p NewPet) (stored Pet, replayed bool, err error) {
+func (s *store) create(who caller, idempotencyKey string, p NewPet) (
+	stored Pet, replayed bool, err error,
+) {
 	defer s.exitOnPanic()
-	c := &creation{pet: p, caller: who, key: key}
+	c := &creation{pet: p, caller: who, idempotencyKey: idempotencyKey}
 	c.stored.Add(1)
 
 	s.waitingMu.Lock()
@@ -385,21 +387,23 @@ func (s *store) storeWaiting() {
 // gets its own, and so on: only that one fails. No transaction begins when retryTime has passed
 // since start, because each could wait for a lock.
 func (s *store) storeAll(creations []*creation, start time.Time) {
-	results := make([]result, len(creations))
+	var results []result
 	err := fmt.Errorf("%w: too many transactions failed before this one", errUnavailable)
 	if time.Since(start) < retryTime {
 		results, err = s.insertAll(creations)
 	}
 
-	if len(creations) > 1 && causedByOne(err) {
+	switch {
+	case err == nil:
+		for i, c := range creations {
+			c.result = results[i]
+		}
+	case len(creations) > 1 && causedByOne(err):
 		half := len(creations) / 2
 		s.storeAll(creations[:half], start)
 		s.storeAll(creations[half:], start)
-		return
-	}
-	for i, c := range creations {
-		c.result = results[i]
-		if err != nil {
+	default:
+		for _, c := range creations {
 			c.result = result{err: err}
 		}
 	}
@@ -417,16 +421,17 @@ func causedByOne(err error) bool {
 
 // insertAll stores creations in one transaction, and returns their results.
 func (s *store) insertAll(creations []*creation) ([]result, error) {
-	results := make([]result, len(creations))
+	results := make([]result, 0, len(creations))
 	err := inTx(s.writer, func(tx *sql.Tx) error {
 		if err := s.checkPath(); err != nil {
 			return fmt.Errorf("%w: %w", errUnavailable, err)
 		}
-		for i, c := range creations {
-			var err error
-			if results[i], err = s.insert(tx, c); err != nil {
+		for _, c := range creations {
+			r, err := s.insert(tx, c)
+			if err != nil {
 				return err
 			}
+			results = append(results, r)
 		}
 		return nil
 	})
@@ -444,9 +449,10 @@ func (s *store) insert(tx *sql.Tx, c *creation) (result, error) {
 	now := time.Now()
 	oldest := now.Add(-idempotencyKeyLifetime).Unix()
 
-	if c.key != "" {
+	if c.idempotencyKey != "" {
 		var first Pet
-		err := tx.Stmt(s.prepared[selectKey]).QueryRow(c.caller[:], c.key, oldest).
+		err := tx.Stmt(s.prepared[selectKey]).
+			QueryRow(c.caller[:], c.idempotencyKey, oldest).
 			Scan(&first.ID, &first.Name, &first.CategoryID, &first.Status)
 		switch {
 		case err == nil && first.NewPet == c.pet:
@@ -463,9 +469,9 @@ func (s *store) insert(tx *sql.Tx, c *creation) (result, error) {
 		return result{}, err
 	}
 
-	if c.key != "" {
-		_, err := insertRow(tx.Stmt(s.prepared[insertKey]), c.caller[:], c.key, now.Unix(),
-			id, c.pet.Name, c.pet.CategoryID, c.pet.Status)
+	if c.idempotencyKey != "" {
+		_, err := insertRow(tx.Stmt(s.prepared[insertKey]), c.caller[:], c.idempotencyKey,
+			now.Unix(), id, c.pet.Name, c.pet.CategoryID, c.pet.Status)
 		if err != nil {
 			return result{}, err
 		}
