@@ -67,15 +67,17 @@ check() {
 
 # install_files installs all but the binary. What you may have edited stays.
 install_files() {
-    [ -d /etc/animalstore ] || mkdir -m 700 /etc/animalstore
+    install -d -m 700 /etc/animalstore
     if [ ! -s "$keys" ]; then
         (umask 077 && od -An -v -tx1 -w32 -N32 /dev/urandom | tr -d ' ' >"$keys.new")
         place "$keys"
         echo "Made an API key. It is in $keys"
     fi
 
-    install -m 755 "$here/backup.sh" /usr/local/sbin/animalstore-backup.new
-    place /usr/local/sbin/animalstore-backup
+    for command in backup rescue; do
+        install -m 755 "$here/$command.sh" /usr/local/sbin/animalstore-$command.new
+        place /usr/local/sbin/animalstore-$command
+    done
     for unit in animalstore.service animalstore-backup.service animalstore-backup.timer; do
         if [ ! -e "$units/$unit" ]; then
             install -m 644 "$here/$unit" "$units/$unit.new"
@@ -117,7 +119,8 @@ explain() {
     cat <<TEXT
 A newer version has changed the database. To use the older version, without the animals that were
 added since the backup from before that change, run:
-  systemctl stop animalstore && $2 -db $db -restore $backup && sh $here/install.sh $2
+  systemctl stop animalstore
+  $2 -db $db -restore $backup && sh $here/install.sh $2 || systemctl start animalstore
 TEXT
 }
 

@@ -2,11 +2,13 @@
 # Saves the animals after files of the database were moved, deleted or replaced while the service
 # runs. Run it as root, before you stop or restart the service, which may have the only copy open:
 #
-#   sh rescue.sh
+#   animalstore-rescue
 #
 # It freezes the service, copies the database and the write-ahead log that it has open, and verifies
 # that copy. Then it starts the service with the copy. If the copy fails, the service goes on as it
 # was. The files that are in their place now are kept.
+#
+# install.sh copies this file to /usr/local/sbin/animalstore-rescue, each time that it runs.
 set -eu
 
 folder=/var/lib/animalstore
@@ -16,7 +18,7 @@ copy=/var/backups/animalstore/$name
 kept=$folder/before-$name
 
 fail() {
-    echo "rescue.sh: $*" >&2
+    echo "animalstore-rescue: $*" >&2
     exit 1
 }
 
