@@ -835,17 +835,26 @@ func newCreations(names string) (creations []*creation) {
 // TestStoreAllEndsInTime stores a batch that a slow rule refuses in part. It must not be tried again for
 // long, because each transaction could wait for a lock.
 func TestStoreAllEndsInTime(t *testing.T) {
-	for seconds, want := range map[int]error{1: nil, 3: errUnavailable} {
-		t.Run(fmt.Sprint(seconds, " seconds"), func(t *testing.T) {
+	for _, c := range []struct {
+		seconds int // that the rule takes
+		names   string
+		want    error // for each Rex
+	}{
+		{seconds: 1, names: "Rex Zoe", want: nil},
+		{seconds: 3, names: "Rex Zoe Rex Zoe Rex", want: errUnavailable},
+	} {
+		t.Run(c.names, func(t *testing.T) {
 			withFakeClock(t, func(t *testing.T, s *service) {
 				execSQL(t, s.file, fmt.Sprintf(`CREATE TRIGGER rule BEFORE INSERT ON pets
-					WHEN new.name = 'Zoe' BEGIN SELECT sleep(%d), RAISE(ABORT, 'no cats'); END`, seconds))
-				creations := newCreations("Rex Zoe")
+					WHEN new.name = 'Zoe' BEGIN SELECT sleep(%d), RAISE(ABORT, 'no cats'); END`, c.seconds))
+				creations := newCreations(c.names)
 
 				s.store.storeAll(creations, time.Now())
 
-				if err := creations[0].result.err; !errors.Is(err, want) {
-					t.Fatalf("Rex got %v, want %v", err, want)
+				for i, created := range creations {
+					if err := created.result.err; created.pet.Name == "Rex" && !errors.Is(err, c.want) {
+						t.Fatalf("number %d got %v, want %v", i, err, c.want)
+					}
 				}
 			})
 		})
@@ -2193,6 +2202,9 @@ func TestInterruptedCopies(t *testing.T) {
 		{signals: []syscall.Signal{syscall.SIGHUP}, cause: "hangup signal received"},
 		{signals: []syscall.Signal{syscall.SIGHUP, syscall.SIGTERM}, nohup: true, cause: "terminated signal received"},
 	} {
+		if signal.Ignored(syscall.SIGHUP) && c.cause == "hangup signal received" {
+			continue // the program inherits that
+		}
 		file := newDatabase(t, 2)
 		dir := filepath.Dir(file)
 		for _, args := range [][]string{
@@ -2489,30 +2501,76 @@ func TestRestoreOfOddFiles(t *testing.T) {
 
 // openapi.json.
 
-// TestDocumentedLimits compares openapi.json with the constants of the code.
-func TestDocumentedLimits(t *testing.T) {
+// TestDocument compares openapi.json with the constants of the code, and what clients are generated
+// from with the interface. newReply checks the rest with each response.
+func TestDocument(t *testing.T) {
 	t.Parallel()
-	list, create := apiDocument.Paths["/pets"]["get"], apiDocument.Paths["/pets"]["post"]
-	schemas := apiDocument.Components.Schemas
+	d := apiDocument
+	list, create, get := d.Paths["/pets"]["get"], d.Paths["/pets"]["post"], d.Paths["/pets/{petId}"]["get"]
+	schemas := d.Components.Schemas
 	limit, after, newPet := list.Parameters[0].Schema, list.Parameters[2].Schema, schemas["NewPet"]
 
-	got := fmt.Sprint(*limit.Minimum, *limit.Default, *limit.Maximum, *after.Minimum, schemas["Pets"].MaxItems,
-		create.Parameters[0].Schema.MaxLength, newPet.Properties["name"].MaxLength, schemas["PetStatus"].Enum,
-		newPet.Required, *newPet.AdditionalProperties,
-		apiDocument.Security, apiDocument.Paths["/pets/{petId}"]["get"].Deprecated)
-	want := fmt.Sprint(1, defaultLimit, maxLimit, 0, maxLimit,
-		maxIdempotencyKey, maxName, petStatuses,
-		[]string{"name", "categoryId"}, false,
-		[]map[string][]string{{"bearerAuth": {}}}, true)
-	if got != want {
-		t.Fatalf("openapi.json has %s, want %s", got, want)
+	for _, c := range []struct{ got, want any }{
+		{*limit.Minimum, 1},
+		{*limit.Default, defaultLimit},
+		{*limit.Maximum, maxLimit},
+		{*after.Minimum, 0},
+		{schemas["Pets"].MaxItems, maxLimit},
+		{create.Parameters[0].Schema.MaxLength, maxIdempotencyKey},
+		{newPet.Properties["name"].MaxLength, maxName},
+		{schemas["PetStatus"].Enum, petStatuses},
+		{newPet.Required, []string{"name", "categoryId"}},
+		{*newPet.AdditionalProperties, false},
+		{create.RequestBody.Required, true},
+		{d.Security, []map[string][]string{{"bearerAuth": {}}}},
+		{get.Deprecated, true},
+		{list.names(), "limit in query, status in query, after in query"},
+		{create.names(), "Idempotency-Key in header"},
+		{get.names(), "petId in path (required)"},
+	} {
+		if fmt.Sprint(c.got) != fmt.Sprint(c.want) {
+			t.Fatalf("openapi.json has %v, want %v", c.got, c.want)
+		}
 	}
 
+	for _, words := range []string{
+		fmt.Sprintf("%d KiB of headers and %d KiB of body", maxHeader>>10, maxBody>>10),
+		fmt.Sprintf("%v seconds to send the headers and %v to send the request",
+			readHeaderTimeout.Seconds(), readTimeout.Seconds()),
+		fmt.Sprintf("sent and read within %v seconds", writeTimeout.Seconds()),
+		fmt.Sprintf("closed after %v seconds", idleTimeout.Seconds()),
+		fmt.Sprintf("within %v seconds, and refuses", shutdownTime.Seconds()),
+	} {
+		if !strings.Contains(d.Info.Description, words) {
+			t.Fatalf("the description in openapi.json has no %q", words)
+		}
+	}
 	for _, name := range []string{"a\x00", "\ufffd"} {
 		if namePattern.MatchString(name) {
 			t.Fatalf("the pattern of names in openapi.json matches %q", name)
 		}
 	}
+	for status, resp := range get.Responses {
+		headers := slices.Sorted(maps.Keys(resolve(resp.Ref, d.Components.Responses, resp).Headers))
+		want := map[string]string{"401": " WWW-Authenticate", "503": " Retry-After"}[status]
+		if got := fmt.Sprint(headers); !strings.HasPrefix(got, "[Deprecation Link") ||
+			!strings.Contains(got, " Sunset") || !strings.Contains(got, want) {
+			t.Fatalf("the %s of getPet in openapi.json has the headers %s", status, got)
+		}
+	}
+}
+
+// names returns the names of the parameters of an operation, and where they stand in a request.
+func (o operation) names() string {
+	var names []string
+	for _, p := range o.Parameters {
+		name := p.Name + " in " + p.In
+		if p.Required {
+			name += " (required)"
+		}
+		names = append(names, name)
+	}
+	return strings.Join(names, ", ")
 }
 
 // namePattern is the pattern of names in openapi.json.
@@ -2975,7 +3033,11 @@ func (l *memoryListener) Addr() net.Addr { return &net.TCPAddr{} }
 // dial opens a connection and sends text on it.
 func (l *memoryListener) dial(text string) net.Conn {
 	ours, theirs := net.Pipe()
-	l.conns <- theirs
+	select {
+	case l.conns <- theirs:
+	case <-l.closed: // the connection is refused
+		theirs.Close()
+	}
 	go io.WriteString(ours, text)
 	synctest.Wait()
 	return ours
@@ -3378,7 +3440,8 @@ var apiDocument = func() (d document) {
 
 type document struct {
 	OpenAPI    string
-	Info, Tags any
+	Info       struct{ Title, Version, Description string }
+	Tags       any
 	Servers    []struct{ URL, Description string }
 	Security   []map[string][]string
 	Paths      map[string]map[string]operation
@@ -3401,8 +3464,11 @@ type operation struct {
 		Schema                schema
 		Example               any
 	}
-	RequestBody any
-	Responses   map[string]docResponse // by status
+	RequestBody struct {
+		Required bool
+		Content  any
+	}
+	Responses map[string]docResponse // by status
 }
 
 type docResponse struct {
