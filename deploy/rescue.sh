@@ -39,7 +39,7 @@ copy_open_files() {
 
 [ "$(id -u)" -eq 0 ] || fail 'run it as root'
 pid=$(systemctl show -P MainPID animalstore)
-[ "$pid" -gt 0 ] || fail 'the service does not run, so it has nothing open. Restore a backup.'
+[ "$pid" -gt 0 ] || fail 'the service does not run: if files are missing, restore a backup.'
 ! { is_open "$db" && is_open "$db-wal" && is_open "$db-shm"; } ||
     fail 'the service has the files open that are there: there is nothing to rescue.'
 
