@@ -519,21 +519,22 @@ func TestCacheIsBounded(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
 		responses int
-		size      int // of a response, and of its URI, in bytes
+		uri, body int // bytes of each
 		least     int // responses that must be kept
 		most      int // responses that may be kept
 	}{
-		{responses: 51, size: 1 << 20, least: 1, most: 5},
-		{responses: 100_000, size: 3, least: 1000, most: 30_000},
+		{responses: 100, uri: 1 << 20, body: 1, least: 1, most: 9},
+		{responses: 100, uri: 1, body: 1 << 20, least: 1, most: 9},
+		{responses: 100_000, uri: 3, body: 3, least: 1000, most: 30_000},
 	} {
-		padding := strings.Repeat("x", c.size)
-		keyOf := func(i int) cacheKey { return cacheKey{generation: 1, uri: strconv.Itoa(i) + padding} }
+		uri, body := strings.Repeat("x", c.uri), make([]byte, c.body)
+		keyOf := func(i int) cacheKey { return cacheKey{generation: 1, uri: strconv.Itoa(i) + uri} }
 		var responses cache
 		var clients sync.WaitGroup // without a lock, they would collide
 		for range 4 {
 			clients.Go(func() {
 				for i := range c.responses {
-					responses.put(keyOf(i), response{body: []byte(padding)})
+					responses.put(keyOf(i), response{body: body})
 					responses.get(keyOf(0))
 				}
 			})
@@ -548,7 +549,7 @@ func TestCacheIsBounded(t *testing.T) {
 		}
 		if !last || kept < c.least || kept > c.most {
 			t.Fatalf("of %d responses of %d bytes, %d are kept, the last: %v; want %d to %d, and the last",
-				c.responses, c.size, kept, last, c.least, c.most)
+				c.responses, c.uri+c.body, kept, last, c.least, c.most)
 		}
 	}
 }
@@ -1235,6 +1236,8 @@ func TestDatabaseBehindALink(t *testing.T) {
 
 	shell(t, dir, "mv animals.db animals.db-wal")
 	wantRefused(t, dir, refusal{args: []string{"-db", link}, want: "animals.db: no such file or directory"})
+	shell(t, dir, ": >animals.db")
+	wantRefused(t, dir, refusal{args: []string{"-db", link}, want: "is the write-ahead log of one"})
 }
 
 // TestEmptyFile opens files that SQLite takes for an empty database.
@@ -2085,6 +2088,22 @@ func TestDatabaseThatIsMovedAndPutBack(t *testing.T) {
 	wantIDs(t, dir+"/animals.db", "1,2,3,4,5,6")
 }
 
+// TestListsOfAMovedDatabase requests lists that take a second each, so that all need a connection at
+// the same time. One that was opened now would not find the database.
+func TestListsOfAMovedDatabase(t *testing.T) {
+	t.Parallel()
+	file := newDatabase(t, 1)
+	p := start(t, "-db", file)
+	execSQL(t, file, `ALTER TABLE pets RENAME TO old;
+		CREATE VIEW pets AS SELECT * FROM old WHERE sleep(1) IS NULL`)
+
+	shell(t, filepath.Dir(file), "mv animals.db away")
+
+	for _, a := range together(4, func(i int) reply { return p.get(fmt.Sprint("/v1/pets?limit=", 1+i)) }) {
+		a.want(t, 200, "Rex")
+	}
+}
+
 func TestDatabaseThatIsNotPutBack(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
@@ -2119,10 +2138,10 @@ func TestDatabaseThatIsNotPutBack(t *testing.T) {
 func TestMovedDatabaseThatIsRead(t *testing.T) {
 	t.Parallel()
 	dir, p := startToMove(t)
+	p.post(rex).want(t, 201)
 	reader := connect(t, dir+"/animals.db")
 	_, err := reader.Exec("BEGIN; SELECT * FROM pets")
 	must(t, err)
-	p.post(rex).want(t, 201)
 
 	shell(t, dir, "mv animals.db away")
 	p.stop(syscall.SIGTERM)
@@ -2186,24 +2205,15 @@ func TestBackupUnderLoad(t *testing.T) {
 // because a rule in the database does. The rule is ignored while the database is made and copied.
 func TestInterruptedCopies(t *testing.T) {
 	t.Parallel()
-	slow := newDatabase(t, 1)
-	execSQL(t, slow, `PRAGMA ignore_check_constraints = ON;
-		CREATE TABLE slow (size CHECK (length(hex(zeroblob(size))) > 0));
-		WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1000)
-		INSERT INTO slow SELECT 1000000 FROM n`)
+	slow := newSlowDatabase(t, 1000)
 
-	for _, c := range []struct {
-		signals []syscall.Signal
-		nohup   bool // SIGHUP is ignored
-		cause   string
-	}{
-		{signals: []syscall.Signal{syscall.SIGTERM}, cause: "terminated signal received"},
-		{signals: []syscall.Signal{syscall.SIGINT}, cause: "interrupt signal received"},
-		{signals: []syscall.Signal{syscall.SIGHUP}, cause: "hangup signal received"},
-		{signals: []syscall.Signal{syscall.SIGHUP, syscall.SIGTERM}, nohup: true, cause: "terminated signal received"},
+	for sig, cause := range map[syscall.Signal]string{
+		syscall.SIGTERM: "terminated signal received",
+		syscall.SIGINT:  "interrupt signal received",
+		syscall.SIGHUP:  "hangup signal received",
 	} {
-		if signal.Ignored(syscall.SIGHUP) && c.cause == "hangup signal received" {
-			continue // the program inherits that
+		if signal.Ignored(sig) {
+			continue // the program inherits that from nohup
 		}
 		file := newDatabase(t, 2)
 		dir := filepath.Dir(file)
@@ -2212,27 +2222,50 @@ func TestInterruptedCopies(t *testing.T) {
 			{"-db", file, "-restore", slow},
 		} {
 			cmd := command(t, noKey, args...)
-			if c.nohup {
-				cmd.Path = "/bin/sh"
-				cmd.Args = append([]string{"sh", "-c", `trap '' HUP; exec "$0" "$@"`}, cmd.Args...)
-			}
 			var stderr logBuffer
 			cmd.Stderr = &stderr
 			must(t, cmd.Start())
 			eventually(t, "the copy has begun", func() bool { return len(filesIn(t, dir)) > 1 })
-			for _, sig := range c.signals {
-				cmd.Process.Signal(sig)
-			}
+			cmd.Process.Signal(sig)
 			cmd.Wait()
 
 			if status := cmd.ProcessState.ExitCode(); status != 1 {
-				t.Fatalf("after %v, the exit status is %d, want 1", c.signals, status)
+				t.Fatalf("after %v, the exit status is %d, want 1", sig, status)
 			}
-			stderr.want(t, `": `+c.cause+"\n")
+			stderr.want(t, `": `+cause+"\n")
 			wantFiles(t, dir, "animals.db")
 			wantIDs(t, file, "1,2")
 		}
 	}
+}
+
+// newSlowDatabase is newDatabase with one animal, and with rows that take some milliseconds each to
+// be verified, but not to be made and copied.
+func newSlowDatabase(t testing.TB, rows int) (file string) {
+	t.Helper()
+	file = newDatabase(t, 1)
+	execSQL(t, file, `PRAGMA ignore_check_constraints = ON;
+		CREATE TABLE slow (size CHECK (length(hex(zeroblob(size))) > 0));
+		INSERT INTO slow
+			WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)
+			SELECT 1000000 FROM n LIMIT ?`, rows)
+	return file
+}
+
+// TestBackupUnderNohup sends a hangup, which must change nothing.
+func TestBackupUnderNohup(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	cmd := command(t, noKey, "-db", newSlowDatabase(t, 50), "-backup", dir+"/copy.db")
+	cmd.Args = append([]string{"sh", "-c", `trap '' HUP; exec "$0" "$@"`}, cmd.Args...)
+	cmd.Path = "/bin/sh"
+	must(t, cmd.Start())
+	eventually(t, "the backup has begun", func() bool { return len(filesIn(t, dir)) > 0 })
+
+	cmd.Process.Signal(syscall.SIGHUP)
+
+	must(t, cmd.Wait())
+	wantFiles(t, dir, "copy.db")
 }
 
 func TestRefusedBackups(t *testing.T) {
@@ -2248,6 +2281,7 @@ func TestRefusedBackups(t *testing.T) {
 		{shell: "echo x >copy.db", want: `copy.db" exists already`},
 		{shell: "ln -s nowhere copy.db", want: `copy.db" exists already`},
 		{shell: "echo x >copy.db-wal", want: `copy.db-wal" exists already`}, // of another database
+		{shell: "echo x >copy.db-journal", want: `copy.db-journal" exists already`},
 		{target: "animals.db", want: `animals.db" exists already`},
 		{target: "none/copy.db", want: "no such file or directory"},
 		{shell: "rm animals.db", want: "unable to open database file (14)"},
@@ -2325,6 +2359,31 @@ func TestRestoreUnderLoad(t *testing.T) {
 	wantExit(t, p, 0, " msg=stopped\n")
 	wantIDs(t, file, "1,2")
 	wantFiles(t, dir, "animals.db")
+}
+
+// endsWhen is a context that has ended when a condition holds.
+type endsWhen struct {
+	context.Context
+	condition func() bool
+}
+
+func (c endsWhen) Err() error {
+	if c.condition() {
+		return context.Canceled
+	}
+	return nil
+}
+
+// TestRestoreInterruptedInTheCopy interrupts a restore when a part of the pages is copied.
+func TestRestoreInterruptedInTheCopy(t *testing.T) {
+	t.Parallel()
+	large, file := newLargeDatabase(t, 10_000), newDatabase(t, 3)
+	ctx := endsWhen{t.Context(), func() bool { return fileSize(file+"-wal") > 1<<20 }}
+
+	if err := restore(ctx, file, large); !errors.Is(err, context.Canceled) {
+		t.Fatalf("restore = %v, want %v", err, context.Canceled)
+	}
+	wantIDs(t, file, "1,2,3")
 }
 
 // TestKilledRestore kills -restore while it copies the backup into the write-ahead log of a service.
