@@ -2507,7 +2507,7 @@ func TestRefusedRestores(t *testing.T) {
 	}
 }
 
-func TestRestoreIntoALockedDatabase(t *testing.T) {
+func TestRestoreOfLockedFiles(t *testing.T) {
 	t.Parallel()
 	file, copied := newBackup(t)
 	onConnect(file, "PRAGMA busy_timeout = 50") // milliseconds, not to wait for 5 seconds
@@ -2515,6 +2515,14 @@ func TestRestoreIntoALockedDatabase(t *testing.T) {
 		wantRefusedRestore(t, file, copied, "another program holds a lock; end it, and restore again")
 	})
 	wantIDs(t, file, "1,2,3,4,5")
+
+	file, copied = newBackup(t)
+	onConnect(copied, "PRAGMA busy_timeout = 50")
+	execSQL(t, copied, "PRAGMA journal_mode = DELETE") // in which a lock excludes readers
+	db := connect(t, copied)
+	_, err := db.Exec("BEGIN EXCLUSIVE")
+	must(t, err)
+	wantRefusedRestore(t, file, copied, "another program holds a lock; end it, and restore again")
 }
 
 // TestRestoreOfOddFiles restores to and from files that are unusual, but allowed.

@@ -587,7 +587,7 @@ func restore(ctx context.Context, path, source string) error {
 
 	verified := filepath.Join(folder, "verified.db") // nobody else changes this copy
 	if err := backup(ctx, source, verified); err != nil {
-		return fmt.Errorf("the backup was not copied: %w", err)
+		return fmt.Errorf("the backup was not copied: %w", explainLock(err))
 	}
 	if err := upgrade(verified); err != nil {
 		return err
@@ -596,12 +596,20 @@ func restore(ctx context.Context, path, source string) error {
 	err = copyPages(ctx, path, verified)
 	switch sqliteCode(err) {
 	case sqlite3.SQLITE_BUSY:
-		return fmt.Errorf("%w: another program holds a lock; end it, and restore again", err)
+		return explainLock(err)
 	case sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB:
 		return fmt.Errorf("%w: stop the service, move the database and its -wal and -shm files away, "+
 			"start the service, and restore again", err)
 	}
 	return explain(err)
+}
+
+// explainLock says what the operator can do if err is due to a lock.
+func explainLock(err error) error {
+	if sqliteCode(err) == sqlite3.SQLITE_BUSY {
+		return fmt.Errorf("%w: another program holds a lock; end it, and restore again", err)
+	}
+	return err
 }
 
 // checkSource returns an error if the file source cannot be a backup for the database at path.
