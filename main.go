@@ -166,14 +166,16 @@ func runCopy(ctx context.Context, c config) error {
 		ctx, _ = signal.NotifyContext(ctx, syscall.SIGHUP)
 	}
 
-	task := fmt.Sprintf("-backup %q of -db %q", c.backup, c.db)
-	copyDatabase := func() error { return explain(backup(ctx, c.db, c.backup)) }
-	if c.restore != "" {
+	var task string
+	var err error
+	if c.backup != "" {
+		task = fmt.Sprintf("-backup %q of -db %q", c.backup, c.db)
+		err = explain(backup(ctx, c.db, c.backup))
+	} else {
 		task = fmt.Sprintf("-restore %q to -db %q", c.restore, c.db)
-		copyDatabase = func() error { return restore(ctx, c.db, c.restore) }
+		err = restore(ctx, c.db, c.restore)
 	}
 
-	err := copyDatabase()
 	if err != nil && ctx.Err() != nil {
 		err = context.Cause(ctx) // the signal; SQLite would call it "interrupted"
 	}
