@@ -5,62 +5,39 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
-	"os"
 	"strings"
 )
 
-// keys is the set of valid API keys, as SHA-256 sums, so that the duration of a lookup reveals
-// nothing useful about a key.
-type keys map[caller]bool
+// caller identifies a client by the SHA-256 sum of its API key, which itself is not kept. The zero
+// caller is nobody.
+type caller [sha256.Size]byte
 
-// loadKeys returns the API keys in list, the value of the environment variable API_KEYS, and in
-// the file, whose name is "" if there is none: one per line, and lines that begin with # are
-// comments. listSet says whether API_KEYS is set, perhaps to nothing.
-//
-// If either is given, there must be at least one key. With neither, loadKeys returns no keys. An
+// newCaller returns the caller with this API key.
+func newCaller(key string) caller { return sha256.Sum256([]byte(key)) }
+
+// apiKeys has the callers with a valid API key. The duration of a lookup reveals nothing useful
+// about a key, because the keys of the map are sums.
+type apiKeys map[caller]bool
+
+// parseAPIKeys parses the value of API_KEYS: one or more API keys, separated by commas. A key
+// consists of visible ASCII characters; the white space around it, and blank ones, do not count. An
 // error names the place of an invalid key, but never quotes it.
-func loadKeys(list string, listSet bool, file string) (keys, error) {
-	k := keys{}
-	for i, item := range strings.Split(list, ",") {
-		if err := k.add(item); err != nil {
-			return nil, fmt.Errorf("API_KEYS, item %d: %w", i+1, err)
+func parseAPIKeys(list string) (apiKeys, error) {
+	k := apiKeys{}
+	for i, key := range strings.Split(list, ",") {
+		key = strings.TrimSpace(key)
+		if key == "" {
+			continue
 		}
+		if !isVisibleASCII(key) {
+			return nil, fmt.Errorf("item %d must consist of visible ASCII characters, without spaces", i+1)
+		}
+		k[newCaller(key)] = true
 	}
-
-	if file != "" {
-		content, err := os.ReadFile(file)
-		if err != nil {
-			return nil, fmt.Errorf("-keys: %w", err)
-		}
-		text := strings.TrimPrefix(string(content), "\ufeff") // the byte order mark of some editors
-		for i, line := range strings.Split(text, "\n") {
-			if strings.HasPrefix(strings.TrimSpace(line), "#") {
-				continue
-			}
-			if err := k.add(line); err != nil {
-				return nil, fmt.Errorf("-keys %q: line %d: %w", file, i+1, err)
-			}
-		}
-	}
-
-	if len(k) == 0 && (listSet || file != "") {
-		return nil, errors.New("API_KEYS and -keys contain no API key; add one, or set neither of them")
+	if len(k) == 0 {
+		return nil, errors.New("it contains no key: add one, or do not set it")
 	}
 	return k, nil
-}
-
-// add adds an API key, without the white space around it. A blank key is skipped. A key must
-// consist of visible ASCII characters other than the comma.
-func (k keys) add(key string) error {
-	key = strings.TrimSpace(key)
-	if key == "" {
-		return nil
-	}
-	if !isVisibleASCII(key) || strings.Contains(key, ",") {
-		return errors.New("an API key must consist of visible ASCII characters, without spaces or commas")
-	}
-	k[sha256.Sum256([]byte(key))] = true
-	return nil
 }
 
 // isVisibleASCII reports whether all characters of s are visible ASCII characters.
@@ -70,22 +47,19 @@ func isVisibleASCII(s string) bool {
 
 // requireKey passes requests with a valid API key to next. It answers all others with 401 and a
 // challenge (RFC 6750).
-func (k keys) requireKey(next handler) handler {
-	return func(r *request) (response, error) {
-		token, given := bearerToken(r.Header)
-		who := caller(sha256.Sum256([]byte(token)))
-		if given && k[who] {
-			r.caller = who
-			return next(r)
-		}
-
+func (k apiKeys) requireKey(next handler) handler {
+	return func(r *request) (any, error) {
 		challenge := `Bearer realm="animalstore"`
-		if given {
+		if token, given := bearerToken(r.Header); given {
+			if who := newCaller(token); k[who] {
+				r.caller = who
+				return next(r)
+			}
 			challenge += `, error="invalid_token"`
 		}
 		r.responseHeader.Set("WWW-Authenticate", challenge)
-		return response{}, newError(http.StatusUnauthorized, "a valid API key is required, in one "+
-			"header Authorization: Bearer API_KEY; GET /openapi.json describes this interface")
+		return nil, newError(http.StatusUnauthorized, "a valid API key is required, in one header "+
+			"Authorization: Bearer API_KEY; GET /openapi.json describes this interface")
 	}
 }
 

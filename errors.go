@@ -36,8 +36,8 @@ var (
 	errIdempotencyKeyReused = newError(http.StatusUnprocessableEntity,
 		"this Idempotency-Key was used for another animal")
 
-	// errRefused means that the operator has added a constraint or a trigger to the database, which
-	// the pet breaks.
+	// errRefused means that the pet breaks a rule that the operator has added to the database, such
+	// as a unique index.
 	errRefused = newError(http.StatusBadRequest,
 		"a rule in the database of the shop refuses this animal")
 

@@ -16,232 +16,151 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"unicode/utf8"
 )
 
 const (
-	defaultLimit = 20       // animals on a page
-	maxLimit     = 100      // animals on a page
+	defaultLimit = 20       // pets on a page
+	maxLimit     = 100      // pets on a page
 	maxBody      = 64 << 10 // bytes
 	maxFaults    = 10       // faults that an error message names
-	maxCache     = 8 << 20  // bytes of cached responses
 
 	maxIdempotencyKey = 255 // bytes
-
-	// maxName is in characters. The schema has it, too: see migrations.
-	maxName = 255
 )
 
-// petStatuses are the values of PetStatus. The schema has them, too: see migrations.
-var petStatuses = []string{"available", "pending", "sold"}
-
-// api has the handlers of the service.
-type api struct {
-	store *store
-	cache cache
-}
-
-// routes returns the handlers of the service, by pattern of ServeMux. st must be open.
-func routes(st *store, k keys) map[string]handler {
+// routes returns the handlers of the service, by pattern of ServeMux, and the handler of all other
+// paths. st must be open.
+func routes(st *store, k apiKeys) (handlers map[string]handler, fallback handler) {
 	a := &api{store: st}
 	return map[string]handler{
 		"GET /healthz":         a.getHealth,
 		"GET /openapi.json":    getOpenAPI,
-		"GET /v1/pets":         k.requireKey(a.cached(a.listPets)),
+		"GET /v1/pets":         k.requireKey(a.listPets),
 		"POST /v1/pets":        k.requireKey(a.createPet),
-		"GET /v1/pets/{petId}": deprecated(k.requireKey(a.cached(a.getPet))),
+		"GET /v1/pets/{petId}": deprecated(k.requireKey(a.getPet)),
 
 		// ServeMux's own 405 and 404 are not JSON, and would not need a key.
 		"/healthz":         k.requireKey(methodNotAllowed("GET, HEAD")),
 		"/openapi.json":    k.requireKey(methodNotAllowed("GET, HEAD")),
 		"/v1/pets":         k.requireKey(methodNotAllowed("GET, HEAD, POST")),
 		"/v1/pets/{petId}": k.requireKey(methodNotAllowed("GET, HEAD")),
-		"/":                k.requireKey(unknownPath),
-	}
+	}, k.requireKey(unknownPath)
 }
+
+// api has the handlers that need the store.
+type api struct{ store *store }
 
 // listPets answers GET /v1/pets with a page of pets, and a Link to the next page if there is one
 // (RFC 8288).
-func (a *api) listPets(r *request) (response, error) {
+func (a *api) listPets(r *request) (any, error) {
 	query, err := url.ParseQuery(r.URL.RawQuery)
 	if err != nil {
-		return response{}, newError(http.StatusBadRequest, "the query string is malformed")
+		return nil, newError(http.StatusBadRequest, "the query string is malformed")
 	}
 	options, err := parseListOptions(query)
 	if err != nil {
-		return response{}, err
+		return nil, err
 	}
 
 	limit := options.limit
 	options.limit++ // to see whether more pets follow
 	pets, err := a.store.list(options)
 	if err != nil {
-		return response{}, err
+		return nil, err
 	}
 
-	var header http.Header
 	if len(pets) > limit {
 		pets = pets[:limit]
 		query.Set("after", strconv.FormatInt(pets[limit-1].ID, 10))
-		header = http.Header{"Link": {"<pets?" + query.Encode() + `>; rel="next"`}}
+		r.responseHeader.Set("Link", "<pets?"+query.Encode()+`>; rel="next"`)
 	}
-	return response{status: http.StatusOK, header: header, body: encode(pets)}, nil
+	return pets, nil
 }
 
 // createPet answers POST /v1/pets: it stores the pet that the body describes, and answers with it
 // and its id.
-func (a *api) createPet(r *request) (response, error) {
+func (a *api) createPet(r *request) (any, error) {
 	if err := checkContentType(r.Header.Values("Content-Type")); err != nil {
-		return response{}, err
+		return nil, err
 	}
 	idempotencyKey, err := parseIdempotencyKey(r.Header.Values("Idempotency-Key"))
 	if err != nil {
-		return response{}, err
+		return nil, err
 	}
 	body, err := readBody(r)
 	if err != nil {
-		return response{}, err
+		return nil, err
 	}
 	p, err := parseNewPet(body)
 	if err != nil {
-		return response{}, err
+		return nil, err
 	}
 
-	stored, replayed, err := a.store.create(r.caller, idempotencyKey, p)
+	stored, replayed, err := a.store.create(r.caller[:], idempotencyKey, p)
 	if err != nil {
-		return response{}, err
+		return nil, err
 	}
 
+	r.status = http.StatusCreated
 	// RFC 9110 wants the URL of what a 201 has created, although its operation is deprecated.
-	header := http.Header{"Location": {"pets/" + strconv.FormatInt(stored.ID, 10)}}
+	r.responseHeader.Set("Location", "pets/"+strconv.FormatInt(stored.ID, 10))
 	if replayed {
-		header.Set("Idempotency-Replayed", "true")
+		r.responseHeader.Set("Idempotency-Replayed", "true")
 	}
-	return response{status: http.StatusCreated, header: header, body: encode(stored)}, nil
+	return stored, nil
 }
 
 // getPet answers GET /v1/pets/{petId} with the pet, which it reads as a list of one.
-func (a *api) getPet(r *request) (response, error) {
+func (a *api) getPet(r *request) (any, error) {
 	id, ok := parseInt(r.PathValue("petId"))
 	if !ok || id < 1 {
-		return response{}, errNotFound
+		return nil, errNotFound
 	}
 	pets, err := a.store.list(listOptions{after: id - 1, limit: 1})
 	if err != nil {
-		return response{}, err
+		return nil, err
 	}
 	if len(pets) == 0 || pets[0].ID != id {
-		return response{}, errNotFound
+		return nil, errNotFound
 	}
-	return response{status: http.StatusOK, body: encode(pets[0])}, nil
+	return pets[0], nil
 }
 
 // getHealth answers GET /healthz: 200 if the database is in its place and can be read, else 503.
-func (a *api) getHealth(*request) (response, error) {
-	err := a.store.checkPath()
-	if err == nil {
-		_, err = a.store.list(listOptions{limit: 1})
+func (a *api) getHealth(*request) (any, error) {
+	if err := a.store.check(); err != nil {
+		return nil, fmt.Errorf("%w: %w", errUnavailable, err)
 	}
-	if err != nil {
-		return response{}, fmt.Errorf("%w: %w", errUnavailable, err)
-	}
-	return response{status: http.StatusOK, body: []byte(`{"status":"ok"}` + "\n")}, nil
+	return map[string]string{"status": "ok"}, nil
 }
 
 //go:embed openapi.json
 var openAPI []byte
 
 // getOpenAPI answers GET /openapi.json.
-func getOpenAPI(*request) (response, error) {
-	return response{status: http.StatusOK, body: openAPI}, nil
-}
+func getOpenAPI(*request) (any, error) { return openAPI, nil }
 
-// deprecatedHeader is in every response of the deprecated operation, but not in the 405s of its
-// path.
-var deprecatedHeader = http.Header{
-	"Deprecation": {"@1795132800"},                   // RFC 9745: 20 November 2026
-	"Sunset":      {"Thu, 05 Dec 2030 00:00:00 GMT"}, // RFC 8594
-	"Link":        {`<../pets>; rel="successor-version"`},
-}
-
-// deprecated marks every response of next as one of a deprecated operation, which will be removed.
+// deprecated marks every response of next as one of a deprecated operation: when it is removed (RFC
+// 8594), and what replaces it.
 func deprecated(next handler) handler {
-	return func(r *request) (response, error) {
-		maps.Copy(r.responseHeader, deprecatedHeader)
+	return func(r *request) (any, error) {
+		r.responseHeader.Set("Sunset", "Thu, 05 Dec 2030 00:00:00 GMT")
+		r.responseHeader.Set("Link", `<../pets>; rel="successor-version"`)
 		return next(r)
 	}
 }
 
 // methodNotAllowed answers a request for a known path with a method other than the allowed ones.
 func methodNotAllowed(allowed string) handler {
-	return func(r *request) (response, error) {
+	return func(r *request) (any, error) {
 		r.responseHeader.Set("Allow", allowed)
-		return response{}, newError(http.StatusMethodNotAllowed, "this path allows only %s", allowed)
+		return nil, newError(http.StatusMethodNotAllowed, "this path allows only %s", allowed)
 	}
 }
 
 // unknownPath answers a request for an unknown path.
-func unknownPath(*request) (response, error) {
-	return response{}, newError(http.StatusNotFound, "there is nothing at this path")
-}
-
-// cached keeps the responses of next for later requests, until the store changes. They must depend
-// on the URL and the store alone.
-func (a *api) cached(next handler) handler {
-	return func(r *request) (response, error) {
-		// The generation is read before the store: if that changes meanwhile, the response is kept
-		// under a generation that later requests do not ask for.
-		key := cacheKey{a.store.generation.Load(), r.URL.RequestURI()}
-		if resp, found := a.cache.get(key); found {
-			return resp, nil
-		}
-
-		resp, err := next(r)
-		if err == nil {
-			a.cache.put(key, resp)
-		}
-		return resp, err
-	}
-}
-
-// cache keeps responses: see BenchmarkLists for what that gains. Those of older generations stay
-// until it is full, and is emptied. The zero value is an empty cache.
-type cache struct {
-	mu        sync.Mutex
-	responses map[cacheKey]response
-	size      int // of all responses, in bytes, roughly
-}
-
-// cacheKey is what a response was read for.
-type cacheKey struct {
-	generation int64 // of the store
-	uri        string
-}
-
-// get returns the response for key, if the cache has it.
-func (c *cache) get(key cacheKey) (resp response, found bool) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-
-	resp, found = c.responses[key]
-	return resp, found
-}
-
-// put adds the response for key. It first empties the cache if that is full.
-func (c *cache) put(key cacheKey, resp response) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-
-	if c.responses == nil || c.size > maxCache {
-		c.responses = map[cacheKey]response{}
-		c.size = 0
-	}
-	key.uri = strings.Clone(key.uri) // it may share memory with a longer string
-	c.responses[key] = resp
-
-	const overhead = 300 // bytes that a response takes beside its URI and body
-	c.size += overhead + len(key.uri) + len(resp.body)
+func unknownPath(*request) (any, error) {
+	return nil, newError(http.StatusNotFound, "there is nothing at this path")
 }
 
 // parseListOptions parses the query of a list. It refuses what it does not know, so that a typo
@@ -252,19 +171,19 @@ func parseListOptions(query url.Values) (listOptions, error) {
 	for _, name := range slices.Sorted(maps.Keys(query)) {
 		v.check(len(query[name]) == 1, "%.64q must not be repeated", name)
 		value := query[name][0]
-		n, isInt := parseInt(value)
 
 		switch name {
 		case "limit":
+			n, ok := parseInt(value)
 			o.limit = int(n)
-			v.check(isInt && n >= 1 && n <= maxLimit,
-				"limit must be an integer from 1 to %d", maxLimit)
+			v.check(ok && n >= 1 && n <= maxLimit, "limit must be an integer from 1 to %d", maxLimit)
 		case "status":
 			o.status = value
 			v.checkStatus(value)
 		case "after":
+			n, ok := parseInt(value)
 			o.after = n
-			v.check(isInt && n >= 0,
+			v.check(ok && n >= 0,
 				"after must be the last id of a page, an integer from 0 to %d", int64(math.MaxInt64))
 		default:
 			v.check(false, "unknown parameter %.64q", name)
@@ -328,68 +247,50 @@ func readBody(r *request) ([]byte, error) {
 // replace invalid Unicode.
 func parseNewPet(body []byte) (NewPet, error) {
 	p := NewPet{Status: "available"}
-	members, err := parseObject(body)
+	if !utf8.Valid(body) {
+		return p, newError(http.StatusBadRequest, "the body must be UTF-8")
+	}
+	err := json.Unmarshal(body, new(json.RawMessage)) // checks all of body; a Decoder would not
 	if err != nil {
-		return p, err
+		return p, newError(http.StatusBadRequest, "the body must be one JSON object: %v", err)
+	}
+	d := json.NewDecoder(bytes.NewReader(body)) // without errors: body is valid
+	if first, _ := d.Token(); first != json.Delim('{') {
+		return p, newError(http.StatusBadRequest, "the body must be one JSON object")
 	}
 
 	var v validator
 	seen := map[string]bool{}
-	for _, m := range members {
-		v.check(!seen[m.name], "%.64q must not be repeated", m.name)
-		seen[m.name] = true
+	for d.More() {
+		token, _ := d.Token()
+		name := token.(string)
+		var value json.RawMessage
+		d.Decode(&value)
+
+		v.check(!seen[name], "%.64q must not be repeated", name)
+		seen[name] = true
 
 		var ok bool
-		switch m.name {
+		switch name {
 		case "name":
-			p.Name, ok = parseName(m.value)
+			p.Name, ok = parseName(value)
 			v.check(ok, "name must be a string of 1 to %d characters, not all white space, "+
 				"without U+0000, U+FFFD or unpaired surrogates", maxName)
 		case "categoryId":
-			p.CategoryID, ok = parseInt(string(m.value))
+			p.CategoryID, ok = parseInt(string(value))
 			v.check(ok, "categoryId must be an integer from %d to %d, "+
 				"with no fraction, exponent or quotes", int64(math.MinInt64), int64(math.MaxInt64))
 		case "status":
-			p.Status = unquote(m.value)
+			p.Status = unquote(value)
 			v.checkStatus(p.Status)
 		default:
-			v.check(false, "unknown member %.64q", m.name)
+			v.check(false, "unknown member %.64q", name)
 		}
 	}
 
 	v.check(seen["name"], "name is required")
 	v.check(seen["categoryId"], "categoryId is required")
 	return p, v.err()
-}
-
-// member is a member of a JSON object.
-type member struct {
-	name  string
-	value json.RawMessage
-}
-
-// parseObject returns the members of the one JSON object in body.
-func parseObject(body []byte) (members []member, err error) {
-	if !utf8.Valid(body) {
-		return nil, newError(http.StatusBadRequest, "the body must be UTF-8")
-	}
-	err = json.Unmarshal(body, new(json.RawMessage)) // a Decoder would stop after one value
-	if err != nil {
-		return nil, newError(http.StatusBadRequest, "the body must be one JSON object: %v", err)
-	}
-
-	d := json.NewDecoder(bytes.NewReader(body)) // without errors: body is valid
-	if first, _ := d.Token(); first != json.Delim('{') {
-		return nil, newError(http.StatusBadRequest, "the body must be one JSON object")
-	}
-	for d.More() {
-		var m member
-		token, _ := d.Token()
-		m.name, _ = token.(string)
-		d.Decode(&m.value)
-		members = append(members, m)
-	}
-	return members, nil
 }
 
 // unquote returns the string that a valid JSON value stands for, or "" if it is not a string.
@@ -411,11 +312,18 @@ func parseName(value []byte) (name string, ok bool) {
 
 // validator collects everything that is wrong with a request, so that the client can correct it all
 // at once. Callers quote at most 64 characters of a request.
-type validator struct{ faults []string }
+type validator struct {
+	faults []string // the first maxFaults
+	more   int      // the others
+}
 
 // check adds a fault unless ok is true.
 func (v *validator) check(ok bool, format string, args ...any) {
-	if !ok {
+	switch {
+	case ok:
+	case len(v.faults) == maxFaults:
+		v.more++
+	default:
 		v.faults = append(v.faults, fmt.Sprintf(format, args...))
 	}
 }
@@ -426,14 +334,14 @@ func (v *validator) checkStatus(status string) {
 		"status must be one of %s", strings.Join(petStatuses, ", "))
 }
 
-// err returns nil if there are no faults, else a 400 that lists them: if there are many, the first
-// maxFaults and a count.
+// err returns nil if there are no faults, else a 400 that lists them.
 func (v *validator) err() error {
 	if len(v.faults) == 0 {
 		return nil
 	}
-	if more := len(v.faults) - maxFaults; more > 0 {
-		v.faults = append(v.faults[:maxFaults], fmt.Sprintf("and %d more", more))
+	message := strings.Join(v.faults, "; ")
+	if v.more > 0 {
+		message += fmt.Sprintf("; and %d more", v.more)
 	}
-	return newError(http.StatusBadRequest, "%s", strings.Join(v.faults, "; "))
+	return newError(http.StatusBadRequest, "%s", message)
 }
