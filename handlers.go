@@ -96,7 +96,7 @@ func (a *api) createPet(r *request) (any, error) {
 		return nil, err
 	}
 
-	stored, replayed, err := a.store.create(r.caller[:], idempotencyKey, p)
+	stored, replayed, err := a.store.create(r.caller, idempotencyKey, p)
 	if err != nil {
 		return nil, err
 	}

@@ -56,7 +56,7 @@ type handler func(r *request) (body any, err error)
 type request struct {
 	*http.Request
 	id     string // the X-Request-Id of the response
-	caller caller // nobody until the API key is accepted
+	caller []byte // the SHA-256 sum of the API key, nil until that is accepted
 
 	// A handler may set the status of the response, which is 200, and add to its header. If it
 	// returns an error, status is that of the error; responseHeader is sent all the same.
@@ -183,7 +183,7 @@ func (s *server) log(r *request, duration time.Duration, err error) {
 		slog.Int("status", r.status),
 		slog.Duration("duration", duration),
 	}
-	if r.caller != (caller{}) {
+	if r.caller != nil {
 		attrs = append(attrs, slog.String("key_sha256", hex.EncodeToString(r.caller[:4])))
 	}
 	if err != nil {

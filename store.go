@@ -108,7 +108,7 @@ func (s *store) list(o listOptions) ([]Pet, error) {
 
 // creation is a pet to be stored, and the result.
 type creation struct {
-	caller         []byte
+	caller         []byte // the SHA-256 sum of an API key
 	idempotencyKey string // "" for none
 	pet            Pet    // its id is 0 until it is inserted
 
