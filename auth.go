@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// apiKeys has the SHA-256 sums of the valid API keys, which themselves are not kept. As it has sums,
-// the duration of a lookup reveals nothing useful about a key.
+// apiKeys has the SHA-256 sums of the valid API keys, which themselves are not kept. As these are
+// sums, the duration of a lookup reveals nothing useful about a key.
 type apiKeys map[[sha256.Size]byte]bool
 
 // parseAPIKeys parses the value of API_KEYS: one or more API keys, separated by commas. A key

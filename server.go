@@ -35,8 +35,8 @@ const (
 	drainTime    = 250 * time.Millisecond
 	shutdownTime = 6 * time.Second
 
-	maxHeader = 16 << 10 // for the request line and all headers, in bytes
-	maxUnread = 1 << 20  // how much is read of a body that no handler wants, in bytes (nginx passes 1 MiB on)
+	maxHeader = 16 << 10 // bytes of the request line and all headers
+	maxUnread = 1 << 20  // bytes that are read of a body that no handler wants (nginx passes on as many)
 )
 
 // serviceHeader is in every response.

@@ -135,7 +135,11 @@ type batch struct {
 //
 // There is no context: p shares a transaction with other pets, which must be stored even if the
 // client of p disconnects.
-func (s *store) create(caller []byte, idempotencyKey string, p NewPet) (stored Pet, replayed bool, err error) {
+func (s *store) create(
+	caller []byte,
+	idempotencyKey string,
+	p NewPet,
+) (stored Pet, replayed bool, err error) {
 	c := &creation{caller: caller, idempotencyKey: idempotencyKey, pet: Pet{NewPet: p}}
 
 	// This is group commit: while one batch is being stored, new creations join the next. The first
@@ -175,11 +179,11 @@ func (s *store) commit(b *batch) {
 	}))
 }
 
-// insert inserts the pet of c in tx, unless its Idempotency-Key was used before, and sets the result
-// of c. If it returns an error, tx must be rolled back.
+// insert inserts the pet of c in tx, unless its Idempotency-Key was used before, and sets the
+// result of c. If it returns an error, tx must be rolled back.
 func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 	p := c.pet.NewPet
-	oldest := now.Add(-idempotencyKeyLifetime).Unix() // use of an Idempotency-Key that still counts
+	oldest := now.Add(-idempotencyKeyLifetime).Unix() // Idempotency-Keys from before have expired
 
 	if c.idempotencyKey != "" {
 		var first Pet
@@ -218,7 +222,7 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 			return err
 		}
 
-		// One row was added, and up to two are deleted, so that the table shrinks to what still counts.
+		// One row is added, and up to two are deleted, so that the table cannot grow for ever.
 		if _, err := tx.Stmt(s.deleteExpired).Exec(oldest); err != nil {
 			return err
 		}
@@ -226,8 +230,8 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 	return nil
 }
 
-// exitOnPanic, deferred, ends the program with status 1 after a panic in SQLite: its connection may be
-// in use for ever, so the program must not go on, as it does after other panics (see callHandler).
+// exitOnPanic, deferred, ends the program with status 1 after a panic in SQLite. Its connection may
+// be in use for ever, so the program must not go on as after other panics (see callHandler).
 func (s *store) exitOnPanic() {
 	if p := recover(); p != nil {
 		s.logger.Error("panic in the store", "panic", p, "stack", string(debug.Stack()))
@@ -270,8 +274,9 @@ func (s *store) open() error {
 		return errors.New("SQLite cannot use a write-ahead log here")
 	}
 
-	// Commit something. That makes durable what a killed process may have left in the WAL: a replayed
-	// 201 must not be for a pet that a loss of power would still take away.
+	// Commit something. That makes durable what a killed process may have left in the WAL: a
+	// replayed 201 must not be for a pet that a loss of power would still take away. It also lets
+	// the writer open the WAL, so that close can delete it even if there is no create.
 	_, err = s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
 	if err != nil {
 		return err
@@ -401,8 +406,8 @@ var migrations = []string{
 }
 
 // migrate brings the schema of a database up to date, in one transaction, and returns the version
-// that it had. steps is migrations; tests pass others. It changes nothing, and returns an error, if the
-// database is not one of this service, or was written by a newer version.
+// that it had. steps is migrations; tests pass others. It changes nothing, and returns an error, if
+// the database is not one of this service, or was written by a newer version.
 func migrate(db *sql.DB, steps []string) (oldVersion int, err error) {
 	err = inTx(db, func(tx *sql.Tx) error {
 		version, err := readSchemaVersion(tx, len(steps))
