@@ -155,7 +155,8 @@ func clientError(err error) *apiError {
 // of it first would be reset otherwise, and miss the response. net/http reads 256 KB at most, and
 // nothing if it closes the connection afterwards, as for nginx and Python's urllib.
 func readUnread(r *request) {
-	waits := r.Header.Get("Expect") != "" // for 100 Continue: it has sent no body yet
+	// A client that waits for 100 Continue sends its body only if the handler has begun to read it.
+	waits := r.Header.Get("Expect") != "" && r.status != http.StatusRequestEntityTooLarge
 	if !waits && r.ContentLength <= maxUnread {
 		io.CopyN(io.Discard, r.Body, maxUnread)
 	}
