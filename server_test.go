@@ -647,7 +647,7 @@ func TestRefusals(t *testing.T) {
 		{name: "a log and an empty file", shell: "mv animals.db animals.db-wal; : >animals.db",
 			status: 1, words: orphan},
 
-		{name: "a backup to a file", shell: "echo >copy.db", backup: true, status: 1,
+		{name: "a backup to a file", shell: ": >copy.db", backup: true, status: 1,
 			words: exists},
 		{name: "a backup to a link", shell: "ln -s none copy.db", backup: true, status: 1,
 			words: exists},
@@ -830,6 +830,12 @@ func TestFullDatabase(t *testing.T) {
 	wantSQL(t, s.file, "SELECT count(*) FROM pets", strconv.Itoa(created))
 	execSQL(t, s.file, "DELETE FROM pets")
 	s.do("POST /v1/pets", rex).want(t, 201, fmt.Sprintf(`"id":%d,`, created+1))
+
+	// The COMMIT fails if it breaks a deferred constraint.
+	execSQL(t, s.file, `CREATE TABLE t (id REFERENCES pets DEFERRABLE INITIALLY DEFERRED);
+		CREATE TRIGGER rule AFTER INSERT ON pets BEGIN INSERT INTO t VALUES (-1); END`)
+	s.do("POST /v1/pets", rex).want(t, 500)
+	wantSQL(t, s.file, "SELECT count(*) FROM pets", "1")
 }
 
 // TestMovedDatabase moves the database of a running service, and stops that. Then it starts another
@@ -975,7 +981,7 @@ func TestConnections(t *testing.T) {
 		{name: "the headers are slow", sent: "GET / HTTP/1.1\r\n", later: "X: x\r\n", unread: true,
 			closed: 5 * time.Second},
 		{name: "the body is slow", sent: rawCreate, later: " ",
-			words: []string{"within 10 seconds"}, unread: true, closed: 10 * time.Second},
+			words: []string{"request_timeout", "within 10 seconds"}, unread: true, closed: 10 * time.Second},
 		{name: "no other request follows", sent: rawList, words: []string{"\r\n\r\n[]\n"},
 			closed: 150 * time.Second},
 		{name: "the response is read late", sent: request(document, closing),
@@ -1004,6 +1010,10 @@ func TestConnections(t *testing.T) {
 		{name: "a refused body on a connection that stays",
 			sent:  request(put, "Content-Length: 1000000") + body(1000000),
 			words: []string{"HTTP/1.1 401 "}, closed: 150 * time.Second},
+		{name: "a refused body in chunks",
+			sent: request(put, closing, "Transfer-Encoding: chunked") + "7a120\r\n" + body(500000) +
+				"\r\n0\r\n\r\n",
+			words: []string{"HTTP/1.1 401 "}},
 		{name: "a body that is too large to wait for",
 			sent:  request(put, closing, "Content-Length: 2000000"),
 			words: []string{"HTTP/1.1 401 "}},
@@ -1142,11 +1152,11 @@ func TestProcess(t *testing.T) {
 			for {
 				last[i] = p.do("POST /v1/pets", rex)
 				if last[i].status != 201 {
+					p.cmd.Process.Signal(syscall.SIGINT) // a second signal, during the stop
 					return
 				}
 				if created.Add(1) == 100 {
 					p.cmd.Process.Signal(syscall.SIGTERM)
-					p.cmd.Process.Signal(syscall.SIGINT)
 				}
 			}
 		})
@@ -1326,6 +1336,8 @@ func TestDocument(t *testing.T) {
 		{newPet + "additionalProperties", false},
 		{schemas + "PetStatus enum", petStatuses},
 		{schemas + "Pet required", "[id name categoryId status]"},
+		{schemas + "Pet properties id format", "int64"},
+		{schemas + "Pet properties categoryId format", "int64"},
 		{schemas + "Pets maxItems", maxLimit},
 		{schemas + "Error required", "[code message status]"},
 	} {
@@ -1971,13 +1983,15 @@ func lock(t testing.TB, file string) (unlock func()) {
 // fullDatabase is the name of a database that has room for few pages.
 const fullDatabase = "full.db"
 
-// registerHooks limits each fullDatabase, and adds the SQL functions panic and sleep.
+// registerHooks limits each fullDatabase, lets it check foreign keys, and adds the SQL functions panic
+// and sleep.
 func registerHooks() {
 	sqlite.RegisterConnectionHook(func(conn sqlite.ExecQuerierContext, dsn string) error {
 		if !strings.Contains(dsn, fullDatabase) {
 			return nil
 		}
-		_, err := conn.ExecContext(context.Background(), "PRAGMA max_page_count = 20", nil)
+		const pragmas = "PRAGMA max_page_count = 20; PRAGMA foreign_keys = ON"
+		_, err := conn.ExecContext(context.Background(), pragmas, nil)
 		return err
 	})
 	sqlite.MustRegisterScalarFunction("panic", 0,
