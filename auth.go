@@ -13,8 +13,8 @@ import (
 type apiKeys map[[sha256.Size]byte]bool
 
 // parseAPIKeys parses the value of API_KEYS: one or more API keys, separated by commas. A key
-// consists of visible ASCII characters; the white space around it, and blank ones, do not count. An
-// error names the place of an invalid key, but never quotes it.
+// consists of visible ASCII characters. White space around it and blank items are ignored. An error
+// names the place of an invalid key, but never quotes it.
 func parseAPIKeys(list string) (apiKeys, error) {
 	k := apiKeys{}
 	for i, key := range strings.Split(list, ",") {
@@ -56,8 +56,8 @@ func (k apiKeys) requireKey(next handler) handler {
 	}
 }
 
-// bearerToken returns the token of the Bearer scheme. given is false if there is none, or more
-// than one Authorization header.
+// bearerToken returns the token of the Bearer scheme. given is false if it is missing or empty, or
+// if there is more than one Authorization header.
 func bearerToken(header http.Header) (token string, given bool) {
 	values := header.Values("Authorization")
 	if len(values) != 1 {

@@ -28,8 +28,8 @@ var errorCodes = map[int]string{
 	http.StatusServiceUnavailable:    "unavailable",
 }
 
-// Errors that are returned in several places, or wrapped together with a cause. The cause is for
-// the log; the client sees only these.
+// Errors that the store returns, or several handlers. Some are wrapped together with a cause, which
+// is for the log; the client sees only these.
 var (
 	errNotFound = newError(http.StatusNotFound,
 		"there is no animal with this id")

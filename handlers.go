@@ -39,7 +39,7 @@ func routes(st *store, k apiKeys) (handlers map[string]handler, fallback handler
 		"POST /v1/pets":        k.requireKey(a.createPet),
 		"GET /v1/pets/{petId}": deprecated(k.requireKey(a.getPet)),
 
-		// ServeMux's own 405 and 404 are not JSON, and would not need a key.
+		// These replace ServeMux's own 405, which is not JSON and needs no key.
 		"/healthz":         k.requireKey(methodNotAllowed("GET, HEAD")),
 		"/openapi.json":    k.requireKey(methodNotAllowed("GET, HEAD")),
 		"/v1/pets":         k.requireKey(methodNotAllowed("GET, HEAD, POST")),
@@ -102,7 +102,7 @@ func (a *api) createPet(r *request) (any, error) {
 	}
 
 	r.status = http.StatusCreated
-	// RFC 9110 wants the URL of what a 201 has created, although its operation is deprecated.
+	// A 201 names the URL of what it has created (RFC 9110), although GET of it is deprecated.
 	r.responseHeader.Set("Location", "pets/"+strconv.FormatInt(stored.ID, 10))
 	if replayed {
 		r.responseHeader.Set("Idempotency-Replayed", "true")
@@ -116,7 +116,7 @@ func (a *api) getPet(r *request) (any, error) {
 	if !ok || id < 1 {
 		return nil, errNotFound
 	}
-	pets, err := a.store.list(listOptions{after: id - 1, limit: 1})
+	pets, err := a.store.list(listOptions{after: id - 1, limit: 1}) // the first pet from id on
 	if err != nil {
 		return nil, err
 	}
@@ -140,7 +140,7 @@ var openAPI []byte
 // getOpenAPI answers GET /openapi.json.
 func getOpenAPI(*request) (any, error) { return openAPI, nil }
 
-// deprecated marks every response of next as one of a deprecated operation: when it is removed (RFC
+// deprecated adds headers to every response of next that say when the operation is removed (RFC
 // 8594), and what replaces it.
 func deprecated(next handler) handler {
 	return func(r *request) (any, error) {
@@ -175,16 +175,16 @@ func parseListOptions(query url.Values) (listOptions, error) {
 		switch name {
 		case "limit":
 			n, ok := parseInt(value)
-			o.limit = int(n)
 			v.check(ok && n >= 1 && n <= maxLimit, "limit must be an integer from 1 to %d", maxLimit)
+			o.limit = int(n)
 		case "status":
 			o.status = value
 			v.checkStatus(value)
 		case "after":
 			n, ok := parseInt(value)
-			o.after = n
 			v.check(ok && n >= 0,
 				"after must be the last id of a page, an integer from 0 to %d", int64(math.MaxInt64))
+			o.after = n
 		default:
 			v.check(false, "unknown parameter %.64q", name)
 		}
@@ -243,7 +243,7 @@ func readBody(r *request) ([]byte, error) {
 
 // parseNewPet parses body as a NewPet. Its error lists everything that is wrong.
 //
-// json.Unmarshal alone would accept repeated members, null, and names in another case, and would
+// Decoding into a NewPet would accept repeated members, null, and names in another case, and would
 // replace invalid Unicode.
 func parseNewPet(body []byte) (NewPet, error) {
 	p := NewPet{Status: "available"}
@@ -254,7 +254,7 @@ func parseNewPet(body []byte) (NewPet, error) {
 	if err != nil {
 		return p, newError(http.StatusBadRequest, "the body must be one JSON object: %v", err)
 	}
-	d := json.NewDecoder(bytes.NewReader(body)) // without errors: body is valid
+	d := json.NewDecoder(bytes.NewReader(body)) // cannot fail: body is valid
 	if first, _ := d.Token(); first != json.Delim('{') {
 		return p, newError(http.StatusBadRequest, "the body must be one JSON object")
 	}
@@ -311,7 +311,7 @@ func parseName(value []byte) (name string, ok bool) {
 }
 
 // validator collects everything that is wrong with a request, so that the client can correct it all
-// at once. Callers quote at most 64 characters of a request.
+// at once.
 type validator struct {
 	faults []string // the first maxFaults
 	more   int      // the others

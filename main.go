@@ -1,9 +1,9 @@
-// Animalstore keeps a shop's catalogue of animals in SQLite, and serves it as JSON over HTTP. In
-// the code, as in paths and SQL, an animal is a pet.
+// Animalstore keeps a shop's catalogue of animals in SQLite, and serves it as JSON over HTTP. The
+// code says pet, as paths and SQL do; texts for people say animal.
 //
-// Read handlers.go next: it has the routes, and a handler for each. server.go calls the handlers,
-// and sends and logs the responses. auth.go checks API keys, store.go keeps the pets in SQLite, and
-// errors.go has the errors that clients see.
+// Read handlers.go next: it has the routes, and a handler for each. server.go defines what a handler
+// is, calls the handlers, and sends and logs the responses. auth.go checks API keys, store.go keeps
+// the pets in SQLite, and errors.go has the errors that clients see.
 //
 // Three promises take more code than the operations themselves:
 //   - A 201 means that the pet is on disk. Group commit makes that fast (create in store.go).
@@ -29,7 +29,8 @@ import (
 func main() {
 	signal.Ignore(syscall.SIGPIPE) // a log that nobody reads any more must not end the process
 
-	// The signals stay caught: a second one must not kill the process while it stops.
+	// The stop function is never called, so that a second signal cannot kill the process while it
+	// stops.
 	ctx, _ := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 
 	os.Exit(run(ctx, os.Args[1:], os.LookupEnv, os.Stderr))

@@ -26,12 +26,12 @@ const (
 	writeTimeout      = 25 * time.Second // from the end of the headers to the end of the response
 
 	// idleTimeout is longer than that of common proxies (nginx 60 seconds, Caddy 120), so that they
-	// close first: a proxy could send a request just when the service closes the connection.
+	// close first. Otherwise, one could send a request just when the service closes the connection.
 	idleTimeout = 150 * time.Second
 
-	// After a stop signal, connections may send another request for drainTime. Those in progress then
-	// have shutdownTime to end, which is longer than a create may take (see create), and longer than
-	// net/http waits for a connection that has sent nothing, 5 seconds.
+	// After a stop signal, open connections may send another request for drainTime. Requests in
+	// progress then have shutdownTime to end, which is longer than a create may take (see create),
+	// and longer than net/http waits for a connection that has sent nothing, 5 seconds.
 	drainTime    = 250 * time.Millisecond
 	shutdownTime = 6 * time.Second
 
@@ -90,7 +90,7 @@ func (s *server) handle(pattern string, h handler) {
 
 // ServeHTTP answers a request with the handler of its route.
 func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	// ServeMux would redirect //v1/pets to /v1/pets. Such paths are unknown here, as is *.
+	// A path that is not clean, such as //v1/pets, is unknown. ServeMux would redirect it.
 	if p := r.URL.EscapedPath(); p != path.Clean("/"+p) {
 		s.answer(w, r, s.fallback)
 		return
@@ -151,9 +151,9 @@ func clientError(err error) *apiError {
 	return newError(http.StatusInternalServerError, "internal error")
 }
 
-// readUnread reads up to maxUnread of what the handler has left of the body: a client that sends all
-// of it first would be reset otherwise, and miss the response. net/http reads 256 KB at most, and
-// nothing if it closes the connection afterwards, as for nginx and Python's urllib.
+// readUnread reads up to maxUnread of what the handler has left of the body: a client that sends
+// all of it first would be reset otherwise, and miss the response. net/http reads 256 KB at most,
+// and nothing if the client asks to close the connection, as nginx and Python's urllib do.
 func readUnread(r *request) {
 	// A client that waits for 100 Continue sends its body only if the handler has begun to read it.
 	waits := r.Header.Get("Expect") != "" && r.status != http.StatusRequestEntityTooLarge

@@ -3,6 +3,7 @@ package main
 import (
 	"bufio"
 	"context"
+	"crypto/sha256"
 	"database/sql"
 	"database/sql/driver"
 	"encoding/json"
@@ -19,6 +20,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -31,6 +33,7 @@ import (
 	"time"
 
 	"modernc.org/sqlite"
+	sqlite3 "modernc.org/sqlite/lib"
 )
 
 // Most tests send requests to the handler of a service in this process, which has a database file
@@ -77,7 +80,7 @@ const (
 	keyRule = "Idempotency-Key must be one value of 1 to 255 visible ASCII characters"
 )
 
-// TestInterface sends one request for each rule of the interface. The service has Rex, Tom and Mia, no
+// TestInterface sends requests in the order of the sections of the interface. The service has Rex, Tom and Mia, no
 // animal 4, and the animals 5 to 25, which are sold.
 func TestInterface(t *testing.T) {
 	t.Parallel()
@@ -155,7 +158,6 @@ func TestInterface(t *testing.T) {
 		get("limit is too small", "?limit=0", 400, limitRule),
 		get("limit is too large", "?limit=101", 400, limitRule),
 		get("limit is not an int64", "?limit="+tooLarge, 400, limitRule),
-		get("limit is 5 in 32 bits", "?limit=4294967301", 400, limitRule),
 		get("limit has a sign", "?limit=%2B5", 400, limitRule),
 		get("limit has a zero in front", "?limit=05", 400, limitRule),
 		get("limit is empty", "?limit=", 400, limitRule),
@@ -310,10 +312,10 @@ func TestInterface(t *testing.T) {
 	for _, row := range rows {
 		t.Run(row.name, func(t *testing.T) {
 			s.do(row.request, row.body, row.headers...).want(t, row.status, row.words...)
+			if row.status == 201 {
+				stored++
+			}
 		})
-		if row.status == 201 {
-			stored++
-		}
 	}
 	wantSQL(t, s.file, "SELECT count(*) FROM pets", strconv.Itoa(stored))
 }
@@ -333,7 +335,7 @@ func TestPaging(t *testing.T) {
 			ids = append(ids, p.ID)
 		}
 		s.do("POST /v1/pets", `{"name":"late","categoryId":1,"status":"sold"}`).want(t, 201)
-		execSQL(t, s.file, "DELETE FROM pets WHERE id = ?", ids[0]) // pages by number would shift
+		execSQL(t, s.file, "DELETE FROM pets WHERE id = ?", ids[len(ids)-1]) // pages by number would shift
 
 		link, _, _ := strings.Cut(strings.TrimPrefix(a.header.Get("Link"), "<"), ">")
 		next = ""
@@ -390,6 +392,7 @@ func TestIdempotencyKey(t *testing.T) {
 	s.do(post, rex).want(t, 201, notReplayed)
 	s.do(post, rex, "Idempotency-Key: K").want(t, 201, notReplayed)
 	s.do(post, rex, key, ofAnother).want(t, 201, `"id":4,`, notReplayed)
+	s.do(post, rex, "Idempotency-Key: old").want(t, 201, `"id":5,`)
 
 	// The same animal, also if it was edited or deleted, and after a restart.
 	for _, edit := range []string{
@@ -422,11 +425,12 @@ func TestIdempotencyKey(t *testing.T) {
 	age(24*time.Hour - time.Minute)
 	s.do(post, rex, key).want(t, 201, replayed)
 	age(2 * time.Minute)
-	s.do(post, rex, key).want(t, 201, `"id":5,`, notReplayed)
-	s.do(post, rex, key).want(t, 201, `"id":5,`, replayed)
+	s.do(post, rex, key).want(t, 201, `"id":6,`, notReplayed)
+	s.do(post, rex, key).want(t, 201, `"id":6,`, replayed)
+	wantSQL(t, s.file, "SELECT count(*) FROM idempotency_keys", "2") // k, and one of the three others
 	s.do(post, rex, "Idempotency-Key: new").want(t, 201)
 	wantSQL(t, s.file, "SELECT group_concat(key ORDER BY key) FROM idempotency_keys", "k,new")
-	wantSQL(t, s.file, "SELECT count(*) FROM pets", "5")
+	wantSQL(t, s.file, "SELECT count(*) FROM pets", "6")
 }
 
 // TestBatches adds animals to a locked database, so that many of them share a transaction. An animal
@@ -465,7 +469,7 @@ func TestBatches(t *testing.T) {
 			// Each of 20 clients sends four requests at once: two with the same key, one that is refused,
 			// and one without a key.
 			var replies [20][4]reply
-			var sent, begun sync.WaitGroup
+			var sent, started sync.WaitGroup
 			unlock := lock(t, s.file)
 			for i := range replies {
 				key := fmt.Sprint("Idempotency-Key: ", i)
@@ -475,14 +479,14 @@ func TestBatches(t *testing.T) {
 					newRequest("POST /v1/pets", strings.NewReader(zoe), key+"-zoe"),
 					newRequest("POST /v1/pets", strings.NewReader(rex)),
 				} {
-					begun.Add(1)
+					started.Add(1)
 					sent.Go(func() {
-						begun.Done()
+						started.Done()
 						replies[i][j] = s.send(r)
 					})
 				}
 			}
-			begun.Wait()
+			started.Wait()
 			unlock()
 			sent.Wait()
 
@@ -583,7 +587,7 @@ func TestLog(t *testing.T) {
 	}
 }
 
-// TestRefusals runs the program with what it must refuse, in a folder with a database of one animal
+// TestRefusals runs the program with what it must refuse, and with -h, in a folder with a database of one animal
 // that no process has open. Nothing in that folder may change.
 func TestRefusals(t *testing.T) {
 	t.Parallel()
@@ -747,8 +751,8 @@ func TestSchema(t *testing.T) {
 		"UPDATE pets SET category_id = NULL",
 		"UPDATE pets SET status = 'lost'",
 	} {
-		if _, err := db.Exec(edit); err == nil {
-			t.Fatalf("%.60s is allowed", edit)
+		if _, err := db.Exec(edit); sqliteCode(err) != sqlite3.SQLITE_CONSTRAINT {
+			t.Fatalf("%.60s: %v, want a constraint", edit, err)
 		}
 	}
 
@@ -780,11 +784,11 @@ func TestMigration(t *testing.T) {
 	s := newService(t)
 	s.do("POST /v1/pets", rex).want(t, 201)
 	must(t, s.close())
-	db := openPool(s.file, "rwc", 1)
+	db := newPool(s.file, "rwc", 1)
 	defer db.Close()
 	const versionAndCategory = "SELECT user_version || ' ' || category_id FROM pragma_user_version, pets"
 	steps := append(slices.Clone(migrations),
-		"UPDATE pets SET category_id = category_id + 1 -- a comment", "DROP TABLE dogs")
+		"UPDATE pets SET category_id = category_id + 1", "DROP TABLE dogs")
 
 	_, err := migrate(db, steps)
 	if err == nil || !strings.Contains(err.Error(), "no such table: dogs") {
@@ -860,6 +864,8 @@ func TestMovedDatabase(t *testing.T) {
 			s.do("POST /v1/pets", rex).want(t, 201)
 			must(t, backup(t.Context(), s.file, dir+"/backup"))
 			s.do("POST /v1/pets", rex).want(t, 201)
+
+			// From now on a list takes a second, so that each needs a connection of its own.
 			execSQL(t, s.file, `ALTER TABLE pets RENAME TO slow;
 				CREATE VIEW pets AS SELECT * FROM slow WHERE sleep() IS NULL`)
 
@@ -868,7 +874,7 @@ func TestMovedDatabase(t *testing.T) {
 			s.log.want(t, "level=ERROR", "the database is not in its place")
 			s.do("GET /healthz", "").want(t, 503)
 			var lists sync.WaitGroup
-			replies := make([]reply, 4) // lists that take a second, each on a connection of its own
+			replies := make([]reply, 4)
 			for i := range replies {
 				lists.Go(func() { replies[i] = s.do("GET /v1/pets", "") })
 			}
@@ -933,7 +939,7 @@ func TestFailedReads(t *testing.T) {
 			s := newService(t)
 			execSQL(t, s.file, "ALTER TABLE pets RENAME TO old; CREATE VIEW pets AS "+
 				"SELECT "+c.id+" AS id, 'x' AS name, 1 AS category_id, 'sold' AS status")
-			for range 10 {
+			for range 4 + runtime.GOMAXPROCS(0) {
 				s.do("GET /v1/pets", "").want(t, 500, "internal error", "!"+c.cause)
 			}
 			s.do("GET /v1/pets?status=sold", "").want(t, 500)
@@ -1232,6 +1238,7 @@ func TestKill(t *testing.T) {
 			})
 		}
 		clients.Wait()
+		p.cmd.Process.Kill() // if creates fail early
 		p.wait()
 	}
 
@@ -1667,7 +1674,7 @@ var petPath = regexp.MustCompile(`^/v1/pets/[^/]+$`)
 
 // documentFault returns what openapi.json lacks for a response of one of its operations, or "".
 func (a reply) documentFault() string {
-	method, target, _ := strings.Cut(strings.Replace(a.request, "HEAD", "GET", 1), " ")
+	method, target, _ := strings.Cut(strings.Replace(a.request, "HEAD ", "GET ", 1), " ")
 	path, _, _ := strings.Cut(target, "?")
 	path = petPath.ReplaceAllString(path, "/v1/pets/{petId}")
 	path, below := strings.CutPrefix(path, "/v1")
@@ -2023,12 +2030,12 @@ func shell(t testing.TB, dir, line string) {
 	}
 }
 
-// snapshot lists the files in a folder, with their contents.
+// snapshot lists the files in a folder, with the sums of their contents.
 func snapshot(t testing.TB, dir string) (text string) {
 	t.Helper()
 	must(t, filepath.WalkDir(dir, func(path string, _ os.DirEntry, err error) error {
 		content, _ := os.ReadFile(path) // fails for a folder
-		text += fmt.Sprintf("%s %.100q\n", path, content)
+		text += fmt.Sprintf("%s %x\n", path, sha256.Sum256(content))
 		return err
 	}))
 	return text

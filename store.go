@@ -26,7 +26,7 @@ const (
 	// idempotencyKeyLifetime is how long an Idempotency-Key is remembered.
 	idempotencyKeyLifetime = 24 * time.Hour
 
-	// migrations repeats these values and petStatuses: change them with a new migration.
+	// These two and petStatuses also stand in migrations: change them with a new migration.
 	applicationID = 0x50657473 // PRAGMA application_id: "Pets" in ASCII
 	maxName       = 255        // characters
 )
@@ -34,7 +34,8 @@ const (
 // petStatuses are the values of PetStatus.
 var petStatuses = []string{"available", "pending", "sold"}
 
-// NewPet is the API's NewPet, with its status filled in.
+// NewPet is the API's NewPet, with its status filled in. insert compares it with ==, so it has no
+// pointers.
 type NewPet struct {
 	Name       string `json:"name"`
 	CategoryID int64  `json:"categoryId"`
@@ -58,7 +59,7 @@ type listOptions struct {
 // with the suffix -wal, which SQLite copies to the database now and then: see
 // https://sqlite.org/wal.html.
 //
-// create and list may be called concurrently.
+// create, list and check may be called concurrently.
 type store struct {
 	path   string
 	file   os.FileInfo // of the database when it was opened, for checkPath
@@ -68,11 +69,11 @@ type store struct {
 	selectPets     *sql.Stmt
 	selectByStatus *sql.Stmt
 
-	writing       sync.Mutex // is held while the writer is in use
+	writerMu      sync.Mutex // is held while a batch is stored
 	writer        *sql.DB    // one connection, for creates
 	insertPet     *sql.Stmt
-	selectFirst   *sql.Stmt // the first response to an Idempotency-Key
-	insertFirst   *sql.Stmt
+	selectReplay  *sql.Stmt // the first response to an Idempotency-Key
+	insertReplay  *sql.Stmt
 	deleteExpired *sql.Stmt
 
 	nextMu sync.Mutex // guards next and its creations
@@ -81,7 +82,8 @@ type store struct {
 
 // list returns the pets that o selects, by ascending id. Its error may be errUnavailable.
 //
-// There is no context: the query is short, and one that can be cancelled needs a goroutine.
+// There is no context: the query is short, and database/sql starts a goroutine for one that can be
+// cancelled.
 func (s *store) list(o listOptions) ([]Pet, error) {
 	defer s.exitOnPanic()
 	statement, args := s.selectPets, []any{o.after, o.limit}
@@ -90,7 +92,7 @@ func (s *store) list(o listOptions) ([]Pet, error) {
 	}
 	rows, err := statement.Query(args...)
 	if err != nil {
-		return nil, explain(err)
+		return nil, markUnavailable(err)
 	}
 	defer rows.Close()
 
@@ -103,7 +105,7 @@ func (s *store) list(o listOptions) ([]Pet, error) {
 		}
 		pets = append(pets, p)
 	}
-	return pets, explain(rows.Err())
+	return pets, markUnavailable(rows.Err())
 }
 
 // creation is a pet to be stored, and the result.
@@ -131,7 +133,7 @@ type batch struct {
 //
 // After errIdempotencyKeyReused, errRefused or errUnavailable, p is not stored. After any other
 // error it may be stored. If another program locks the database, create takes at most twice
-// busyTimeout: to wait for the batch before, and for its own.
+// busyTimeout: one wait of the batch before, and one of its own.
 //
 // There is no context: p shares a transaction with other pets, which must be stored even if the
 // client of p disconnects.
@@ -143,8 +145,7 @@ func (s *store) create(
 	c := &creation{caller: caller, idempotencyKey: idempotencyKey, pet: Pet{NewPet: p}}
 
 	// This is group commit: while one batch is being stored, new creations join the next. The first
-	// of them to call Do runs commit, which stores them all. The Do of each other one returns when
-	// that is done.
+	// to call once.Do stores them all, and the others wait in once.Do until that is done.
 	s.nextMu.Lock()
 	b := s.next
 	b.creations = append(b.creations, c)
@@ -154,18 +155,18 @@ func (s *store) create(
 	return c.pet, c.replayed, cmp.Or(b.err, c.err)
 }
 
-// commit stores b in one transaction, and sets the results of its creations. Others join b until
-// the transaction before it has ended.
+// commit stores b in one transaction, and sets the results of its creations. More creations can
+// join b until the batch before it is stored.
 func (s *store) commit(b *batch) {
 	defer s.exitOnPanic()
-	s.writing.Lock()
-	defer s.writing.Unlock()
+	s.writerMu.Lock()
+	defer s.writerMu.Unlock()
 
 	s.nextMu.Lock()
 	s.next = new(batch) // now b is complete
 	s.nextMu.Unlock()
 
-	b.err = explain(inTx(s.writer, func(tx *sql.Tx) error {
+	b.err = markUnavailable(inTx(s.writer, func(tx *sql.Tx) error {
 		if err := s.checkPath(); err != nil {
 			return fmt.Errorf("%w: %w", errUnavailable, err)
 		}
@@ -187,7 +188,7 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 
 	if c.idempotencyKey != "" {
 		var first Pet
-		err := tx.Stmt(s.selectFirst).QueryRow(c.caller, c.idempotencyKey, oldest).
+		err := tx.Stmt(s.selectReplay).QueryRow(c.caller, c.idempotencyKey, oldest).
 			Scan(&first.ID, &first.Name, &first.CategoryID, &first.Status)
 		switch {
 		case err == nil && first.NewPet == p:
@@ -210,13 +211,13 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 		return err
 	}
 	if rows, _ := inserted.RowsAffected(); rows == 0 {
-		c.err = fmt.Errorf("%w: a trigger left it out", errRefused)
+		c.err = fmt.Errorf("%w: a trigger left it out", errRefused) // RAISE(IGNORE) is no error
 		return nil
 	}
 	c.pet.ID, _ = inserted.LastInsertId()
 
 	if c.idempotencyKey != "" {
-		_, err := tx.Stmt(s.insertFirst).
+		_, err := tx.Stmt(s.insertReplay).
 			Exec(c.caller, c.idempotencyKey, now.Unix(), c.pet.ID, p.Name, p.CategoryID, p.Status)
 		if err != nil {
 			return err
@@ -230,8 +231,8 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 	return nil
 }
 
-// exitOnPanic, deferred, ends the program with status 1 after a panic in SQLite. Its connection may
-// be in use for ever, so the program must not go on as after other panics (see callHandler).
+// exitOnPanic, deferred, ends the program with status 1 after a panic in SQLite, whose connection
+// may be in use for ever. Other panics end one request only: see callHandler.
 func (s *store) exitOnPanic() {
 	if p := recover(); p != nil {
 		s.logger.Error("panic in the store", "panic", p, "stack", string(debug.Stack()))
@@ -244,8 +245,8 @@ func openStore(path string, logger *slog.Logger) (*store, error) {
 	s := &store{
 		path:    path,
 		logger:  logger,
-		readers: openPool(path, "ro", max(4, runtime.GOMAXPROCS(0))),
-		writer:  openPool(path, "rwc", 1),
+		readers: newPool(path, "ro", max(4, runtime.GOMAXPROCS(0))),
+		writer:  newPool(path, "rwc", 1),
 		next:    new(batch),
 	}
 	if err := s.open(); err != nil {
@@ -274,9 +275,9 @@ func (s *store) open() error {
 		return errors.New("SQLite cannot use a write-ahead log here")
 	}
 
-	// Commit something. That makes durable what a killed process may have left in the WAL: a
-	// replayed 201 must not be for a pet that a loss of power would still take away. It also lets
-	// the writer open the WAL, so that close can delete it even if there is no create.
+	// A commit syncs the WAL. A killed process may have left pets there that are not yet on disk,
+	// and a replay must not acknowledge those. Also, it opens the WAL, so that creates need no other
+	// file descriptor, and close can delete it.
 	_, err = s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
 	if err != nil {
 		return err
@@ -311,17 +312,17 @@ func (s *store) prepare() (err error) {
 		WHERE status = ? AND id > ? ORDER BY id LIMIT ?`)
 
 	s.insertPet = prepare(s.writer, `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`)
-	s.selectFirst = prepare(s.writer, `SELECT id, name, category_id, status FROM idempotency_keys
+	s.selectReplay = prepare(s.writer, `SELECT id, name, category_id, status FROM idempotency_keys
 		WHERE caller = ? AND key = ? AND created >= ?`)
-	s.insertFirst = prepare(s.writer, `REPLACE INTO idempotency_keys -- an expired row may be there
+	s.insertReplay = prepare(s.writer, `REPLACE INTO idempotency_keys -- an expired row may be there
 		(caller, key, created, id, name, category_id, status) VALUES (?, ?, ?, ?, ?, ?, ?)`)
 	s.deleteExpired = prepare(s.writer, `DELETE FROM idempotency_keys WHERE (caller, key) IN
 		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT 2)`)
 	return err
 }
 
-// openReaders opens all connections of the readers. Later, there may be another database at the
-// path, or no file descriptor left.
+// openReaders opens all connections of the readers. One that is opened later could find another
+// database at the path, or no file descriptor.
 func (s *store) openReaders() error {
 	for range s.readers.Stats().MaxOpenConnections {
 		rows, err := s.selectPets.Query(0, 1)
@@ -333,15 +334,15 @@ func (s *store) openReaders() error {
 	return nil
 }
 
-// close closes the store, when the creations in progress are on disk. Call it only once.
+// close waits until the batch in progress is stored, and closes the store. Call it only once.
 func (s *store) close() error {
-	s.writing.Lock()
-	defer s.writing.Unlock()
+	s.writerMu.Lock()
+	defer s.writerMu.Unlock()
 
-	// If the database was moved, SQLite leaves the WAL behind, and it would damage another database
-	// that is put in its place. So copy it into the database that is open, and empty it.
+	// If the database was moved, SQLite leaves the WAL behind, where it would damage another database
+	// that is put in its place. So copy the WAL into the open database, and empty it.
 	if s.checkPath() != nil {
-		s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)")
+		s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)") // fails while another program reads
 	}
 
 	// The writer closes last, so that it can delete the WAL.
@@ -358,7 +359,7 @@ func (s *store) check() error {
 }
 
 // checkPath returns an error if the file at the path is not the database that was opened. SQLite
-// would go on with that, wherever it is, and the next process would not find what it stores there.
+// would go on with the one that it opened, and the next process would not find what is stored there.
 func (s *store) checkPath() error {
 	file, err := os.Stat(s.path)
 	if err == nil && !os.SameFile(file, s.file) {
@@ -378,7 +379,7 @@ func (s *store) checkPath() error {
 var migrations = []string{
 	`PRAGMA application_id = 0x50657473;
 
-	-- AUTOINCREMENT: no id is used twice. The CHECKs also hold for edits by other programs.
+	-- AUTOINCREMENT: no id is used again. The CHECKs also hold for edits by other programs.
 	-- They do not use IN, for which SQLite would build a b-tree at each insert.
 	CREATE TABLE pets (
 		id INTEGER PRIMARY KEY AUTOINCREMENT CHECK (id > 0),
@@ -387,7 +388,7 @@ var migrations = []string{
 		status TEXT NOT NULL DEFAULT 'available'
 			CHECK (status = 'available' OR status = 'pending' OR status = 'sold')
 	) STRICT;
-	-- A covering index: with status alone, a page of a rare status takes three times as long.
+	-- A covering index: with status alone, a page of a rare status takes longer.
 	CREATE INDEX pets_by_status ON pets (status, id, name, category_id);
 
 	-- caller is the SHA-256 sum of an API key, created is a Unix time in seconds, and the rest is
@@ -464,7 +465,7 @@ func backup(ctx context.Context, path, target string) error {
 	defer os.Remove(temp.Name() + "-journal") // SQLite leaves one if the disk is full
 	defer temp.Close()
 
-	db := openPool(path, "rw", 1)
+	db := newPool(path, "rw", 1)
 	defer db.Close()
 	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", temp.Name()); err != nil {
 		return err
@@ -489,7 +490,7 @@ func backup(ctx context.Context, path, target string) error {
 // verify returns an error if the database at path is empty, damaged, or not one of this version of
 // the service or of an earlier one.
 func verify(ctx context.Context, path string) error {
-	db := openPool(path, "rw", 1) // with "ro", SQLite would not verify the CHECKs
+	db := newPool(path, "rw", 1) // with "ro", SQLite would not verify the CHECKs
 	defer db.Close()
 
 	return inTx(db, func(tx *sql.Tx) error {
@@ -526,9 +527,9 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 	return tx.Commit()
 }
 
-// openPool returns a pool of up to size connections to the database at path. None is open yet. mode
+// newPool returns a pool of up to size connections to the database at path. None is open yet. mode
 // is SQLite's: ro, rw, or rwc to create it.
-func openPool(path, mode string, size int) *sql.DB {
+func newPool(path, mode string, size int) *sql.DB {
 	query := url.Values{ // see https://pkg.go.dev/modernc.org/sqlite#Driver.Open
 		"mode":      {mode},
 		"_txlock":   {"immediate"},
@@ -548,8 +549,8 @@ func openPool(path, mode string, size int) *sql.DB {
 	return db
 }
 
-// explain adds errUnavailable to an error of SQLite whose cause may pass.
-func explain(err error) error {
+// markUnavailable adds errUnavailable to an error of SQLite whose cause may pass.
+func markUnavailable(err error) error {
 	switch sqliteCode(err) {
 	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL: // a lock of another program, a full disk
 		return fmt.Errorf("%w: %w", errUnavailable, err)
