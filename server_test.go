@@ -1107,7 +1107,7 @@ func TestStops(t *testing.T) {
 					stopped <- time.Since(start)
 				}()
 				synctest.Wait()
-				if !ln.isClosed() {
+				if !ln.closed.Load() {
 					t.Fatal("the service accepts connections during the stop")
 				}
 				time.Sleep(c.pause)
@@ -1778,7 +1778,7 @@ func withFakeClock(
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		s := newService(t)
-		ln := &memoryListener{conns: make(chan net.Conn), closed: make(chan struct{})}
+		ln := &memoryListener{conns: make(chan net.Conn)}
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error, 1)
 		go func() { ended <- s.serve(ctx, ln) }()
@@ -1794,34 +1794,25 @@ func withFakeClock(
 // memoryListener is a net.Listener for connections in memory, which work under a fake clock.
 type memoryListener struct {
 	conns  chan net.Conn
-	closed chan struct{}
-	once   sync.Once
+	closed atomic.Bool
 }
 
 func (l *memoryListener) Accept() (net.Conn, error) {
-	select {
-	case conn := <-l.conns:
-		return conn, nil
-	case <-l.closed:
+	conn, ok := <-l.conns
+	if !ok {
 		return nil, net.ErrClosed
 	}
+	return conn, nil
 }
 
 func (l *memoryListener) Close() error {
-	l.once.Do(func() { close(l.closed) })
+	if !l.closed.Swap(true) {
+		close(l.conns)
+	}
 	return nil
 }
 
 func (l *memoryListener) Addr() net.Addr { return &net.TCPAddr{} }
-
-func (l *memoryListener) isClosed() bool {
-	select {
-	case <-l.closed:
-		return true
-	default:
-		return false
-	}
-}
 
 // dial opens a connection, which is closed at the end of the test.
 func (l *memoryListener) dial(t *testing.T) net.Conn {
