@@ -422,15 +422,18 @@ func TestIdempotencyKey(t *testing.T) {
 	age := func(d time.Duration) {
 		execSQL(t, s.file, "UPDATE idempotency_keys SET created = created - ?", int(d.Seconds()))
 	}
+	const countKeys = "SELECT count(*) FROM idempotency_keys"
 	age(24*time.Hour - time.Minute)
+	s.do(post, rex, "Idempotency-Key: late").want(t, 201, `"id":6,`)
+	wantSQL(t, s.file, countKeys, "5")
 	s.do(post, rex, key).want(t, 201, replayed)
 	age(2 * time.Minute)
-	s.do(post, rex, key).want(t, 201, `"id":6,`, notReplayed)
-	s.do(post, rex, key).want(t, 201, `"id":6,`, replayed)
-	wantSQL(t, s.file, "SELECT count(*) FROM idempotency_keys", "2") // k, and one of the three others
+	s.do(post, rex, key).want(t, 201, `"id":7,`, notReplayed)
+	s.do(post, rex, key).want(t, 201, `"id":7,`, replayed)
+	wantSQL(t, s.file, countKeys, "3") // k, late, and one of three that have expired
 	s.do(post, rex, "Idempotency-Key: new").want(t, 201)
-	wantSQL(t, s.file, "SELECT group_concat(key ORDER BY key) FROM idempotency_keys", "k,new")
-	wantSQL(t, s.file, "SELECT count(*) FROM pets", "6")
+	wantSQL(t, s.file, "SELECT group_concat(key ORDER BY key) FROM idempotency_keys", "k,late,new")
+	wantSQL(t, s.file, "SELECT count(*) FROM pets", "7")
 }
 
 // TestBatches adds animals to a locked database, so that many of them share a transaction. An animal
