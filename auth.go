@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// apiKeys has the SHA-256 sums of the valid API keys, which themselves are not kept. As these are
-// sums, the duration of a lookup reveals nothing useful about a key.
+// apiKeys has the SHA-256 sum of each valid API key. The keys themselves are not kept. The duration
+// of a lookup may reveal something about a sum, but nothing useful about a key.
 type apiKeys map[[sha256.Size]byte]bool
 
 // parseAPIKeys parses the value of API_KEYS: one or more API keys, separated by commas. A key
@@ -28,7 +28,7 @@ func parseAPIKeys(list string) (apiKeys, error) {
 		k[sha256.Sum256([]byte(key))] = true
 	}
 	if len(k) == 0 {
-		return nil, errors.New("it contains no key: add one, or do not set it")
+		return nil, errors.New("the list has no key")
 	}
 	return k, nil
 }
@@ -51,13 +51,13 @@ func (k apiKeys) requireKey(next handler) handler {
 			challenge += `, error="invalid_token"`
 		}
 		r.responseHeader.Set("WWW-Authenticate", challenge)
-		return nil, newError(http.StatusUnauthorized, "a valid API key is required, in one header "+
+		return nil, newError(http.StatusUnauthorized, "send a valid API key, in one header "+
 			"Authorization: Bearer API_KEY; GET /openapi.json describes this interface")
 	}
 }
 
-// bearerToken returns the token of the Bearer scheme. given is false if it is missing or empty, or
-// if there is more than one Authorization header.
+// bearerToken returns the token of the Bearer scheme. given is false if there is no token, or more
+// than one Authorization header.
 func bearerToken(header http.Header) (token string, given bool) {
 	values := header.Values("Authorization")
 	if len(values) != 1 {

@@ -28,8 +28,8 @@ var errorCodes = map[int]string{
 	http.StatusServiceUnavailable:    "unavailable",
 }
 
-// Errors that the store returns, or several handlers. Some are wrapped together with a cause, which
-// is for the log; the client sees only these.
+// The errors of the store, and errNotFound. Some are wrapped together with a cause. The log shows
+// the cause, but the client never sees it.
 var (
 	errNotFound = newError(http.StatusNotFound,
 		"there is no animal with this id")
@@ -41,8 +41,8 @@ var (
 	errRefused = newError(http.StatusBadRequest,
 		"a rule in the database of the shop refuses this animal")
 
-	// errUnavailable means that the cause may pass. For a create, it also means that nothing was
-	// stored.
+	// errUnavailable means that the request may succeed later. For a create, it also means that
+	// nothing was stored.
 	errUnavailable = newError(http.StatusServiceUnavailable,
 		"the database is temporarily unavailable")
 )

@@ -22,29 +22,30 @@ import (
 const (
 	defaultLimit = 20       // pets on a page
 	maxLimit     = 100      // pets on a page
-	maxBody      = 64 << 10 // bytes
-	maxFaults    = 10       // faults that an error message names
+	maxBody      = 64 << 10 // bytes, many times what a pet needs
+	maxFaults    = 10       // faults that one error message lists; more would hardly be read
 
 	maxIdempotencyKey = 255 // bytes
 )
 
-// routes returns the handlers of the service, by pattern of ServeMux, and the handler of all other
-// paths. st must be open.
+// routes returns a handler for each pattern of ServeMux, and the handler of all other paths.
 func routes(st *store, k apiKeys) (handlers map[string]handler, fallback handler) {
 	a := &api{store: st}
-	return map[string]handler{
+	handlers = map[string]handler{
 		"GET /healthz":         a.getHealth,
 		"GET /openapi.json":    getOpenAPI,
 		"GET /v1/pets":         k.requireKey(a.listPets),
 		"POST /v1/pets":        k.requireKey(a.createPet),
 		"GET /v1/pets/{petId}": deprecated(k.requireKey(a.getPet)),
 
-		// These replace ServeMux's own 405, which is not JSON and needs no key.
+		// Each path also has a pattern without a method, for all other methods. Otherwise ServeMux
+		// would send its own 405, which is not JSON, and would not ask for a key.
 		"/healthz":         k.requireKey(methodNotAllowed("GET, HEAD")),
 		"/openapi.json":    k.requireKey(methodNotAllowed("GET, HEAD")),
 		"/v1/pets":         k.requireKey(methodNotAllowed("GET, HEAD, POST")),
 		"/v1/pets/{petId}": k.requireKey(methodNotAllowed("GET, HEAD")),
-	}, k.requireKey(unknownPath)
+	}
+	return handlers, k.requireKey(unknownPath)
 }
 
 // api has the handlers that need the store.
@@ -72,13 +73,14 @@ func (a *api) listPets(r *request) (any, error) {
 	if len(pets) > limit {
 		pets = pets[:limit]
 		query.Set("after", strconv.FormatInt(pets[limit-1].ID, 10))
+		// The URL is relative to that of the request, because a proxy may have shortened the path.
 		r.responseHeader.Set("Link", "<pets?"+query.Encode()+`>; rel="next"`)
 	}
 	return pets, nil
 }
 
-// createPet answers POST /v1/pets: it stores the pet that the body describes, and answers with it
-// and its id.
+// createPet answers POST /v1/pets: it stores the pet that the body describes, and returns it with
+// its id.
 func (a *api) createPet(r *request) (any, error) {
 	if err := checkContentType(r.Header.Values("Content-Type")); err != nil {
 		return nil, err
@@ -102,7 +104,7 @@ func (a *api) createPet(r *request) (any, error) {
 	}
 
 	r.status = http.StatusCreated
-	// A 201 names the URL of what it has created (RFC 9110), although GET of it is deprecated.
+	// The URL of the new pet (RFC 9110) is that of getPet, and works until getPet is removed.
 	r.responseHeader.Set("Location", "pets/"+strconv.FormatInt(stored.ID, 10))
 	if replayed {
 		r.responseHeader.Set("Idempotency-Replayed", "true")
@@ -110,13 +112,14 @@ func (a *api) createPet(r *request) (any, error) {
 	return stored, nil
 }
 
-// getPet answers GET /v1/pets/{petId} with the pet, which it reads as a list of one.
+// getPet answers GET /v1/pets/{petId}. There is no SQL for one pet: if the pet exists, the list
+// after id-1 begins with it.
 func (a *api) getPet(r *request) (any, error) {
 	id, ok := parseInt(r.PathValue("petId"))
 	if !ok || id < 1 {
 		return nil, errNotFound
 	}
-	pets, err := a.store.list(listOptions{after: id - 1, limit: 1}) // the first pet from id on
+	pets, err := a.store.list(listOptions{after: id - 1, limit: 1})
 	if err != nil {
 		return nil, err
 	}
@@ -126,7 +129,8 @@ func (a *api) getPet(r *request) (any, error) {
 	return pets[0], nil
 }
 
-// getHealth answers GET /healthz: 200 if the database is in its place and can be read, else 503.
+// getHealth answers GET /healthz: 200 if the database is in its place and can be read, otherwise
+// 503.
 func (a *api) getHealth(*request) (any, error) {
 	if err := a.store.check(); err != nil {
 		return nil, fmt.Errorf("%w: %w", errUnavailable, err)
@@ -140,8 +144,10 @@ var openAPI []byte
 // getOpenAPI answers GET /openapi.json.
 func getOpenAPI(*request) (any, error) { return openAPI, nil }
 
-// deprecated adds headers to every response of next that say when the operation is removed (RFC
-// 8594), and what replaces it.
+// deprecated adds two headers to each response of next: Sunset says when the operation will be
+// removed (RFC 8594), and Link leads to the operation that replaces it (RFC 5829). There is no
+// header Deprecation (RFC 9745), which needs the date of the deprecation: the interface does not
+// tell it.
 func deprecated(next handler) handler {
 	return func(r *request) (any, error) {
 		r.responseHeader.Set("Sunset", "Thu, 05 Dec 2030 00:00:00 GMT")
@@ -163,33 +169,33 @@ func unknownPath(*request) (any, error) {
 	return nil, newError(http.StatusNotFound, "there is nothing at this path")
 }
 
-// parseListOptions parses the query of a list. It refuses what it does not know, so that a typo
-// cannot list other pets.
+// parseListOptions parses the query of a list. It refuses unknown parameters, so that a client with
+// a typo gets a 400, and not a list of other pets.
 func parseListOptions(query url.Values) (listOptions, error) {
 	o := listOptions{limit: defaultLimit}
-	var v validator
-	for _, name := range slices.Sorted(maps.Keys(query)) {
-		v.check(len(query[name]) == 1, "%.64q must not be repeated", name)
+	var f faults
+	for _, name := range slices.Sorted(maps.Keys(query)) { // sorted, so that messages do not vary
+		f.check(len(query[name]) == 1, "%.64q must not be repeated", name)
 		value := query[name][0]
 
 		switch name {
 		case "limit":
 			n, ok := parseInt(value)
-			v.check(ok && n >= 1 && n <= maxLimit, "limit must be an integer from 1 to %d", maxLimit)
+			f.check(ok && n >= 1 && n <= maxLimit, "limit must be an integer from 1 to %d", maxLimit)
 			o.limit = int(n)
 		case "status":
 			o.status = value
-			v.checkStatus(value)
+			f.checkStatus(value)
 		case "after":
 			n, ok := parseInt(value)
-			v.check(ok && n >= 0,
+			f.check(ok && n >= 0,
 				"after must be the last id of a page, an integer from 0 to %d", int64(math.MaxInt64))
 			o.after = n
 		default:
-			v.check(false, "unknown parameter %.64q", name)
+			f.check(false, "unknown parameter %.64q", name)
 		}
 	}
-	return o, v.err()
+	return o, f.err()
 }
 
 // parseInt parses a decimal int64. It refuses forms such as +1, 01 and -0.
@@ -198,16 +204,15 @@ func parseInt(s string) (int64, bool) {
 	return n, err == nil && strconv.FormatInt(n, 10) == s
 }
 
-// checkContentType accepts one Content-Type of application/json, or no such header.
+// checkContentType returns a 415 unless Content-Type is missing, or given once as application/json.
 func checkContentType(values []string) error {
 	if len(values) == 0 {
 		return nil
 	}
-	value := strings.Join(values, ", ")
-	mediaType, _, err := mime.ParseMediaType(value)
-	if err != nil || mediaType != "application/json" {
+	mediaType, _, err := mime.ParseMediaType(values[0])
+	if len(values) > 1 || err != nil || mediaType != "application/json" {
 		return newError(http.StatusUnsupportedMediaType,
-			"Content-Type must be application/json, not %.64q", value)
+			"Content-Type must be application/json, not %.64q", strings.Join(values, ", "))
 	}
 	return nil
 }
@@ -227,6 +232,7 @@ func parseIdempotencyKey(values []string) (string, error) {
 
 // readBody returns the body of the request, or an apiError: 413, 408 or 400.
 func readBody(r *request) ([]byte, error) {
+	// http.MaxBytesReader would close the connection, although discardBody may read the rest.
 	body, err := io.ReadAll(io.LimitReader(r.Body, maxBody+1))
 	switch {
 	case len(body) > maxBody:
@@ -241,59 +247,62 @@ func readBody(r *request) ([]byte, error) {
 	return body, nil
 }
 
-// parseNewPet parses body as a NewPet. Its error lists everything that is wrong.
+// parseNewPet parses body as a NewPet. Its error lists all faults of the members.
 //
-// Decoding into a NewPet would accept repeated members, null, and names in another case, and would
-// replace invalid Unicode.
+// json.Unmarshal into a NewPet would accept repeated and unknown members, null, and names in
+// another case, and would replace invalid Unicode. So parseNewPet goes through the members itself.
 func parseNewPet(body []byte) (NewPet, error) {
 	p := NewPet{Status: "available"}
 	if !utf8.Valid(body) {
-		return p, newError(http.StatusBadRequest, "the body must be UTF-8")
+		return p, newError(http.StatusBadRequest, "the body must be UTF-8, and not compressed")
 	}
-	err := json.Unmarshal(body, new(json.RawMessage)) // checks all of body; a Decoder would not
+	// Check the syntax. Unlike a Decoder, Unmarshal also finds what follows the object.
+	err := json.Unmarshal(body, new(json.RawMessage))
 	if err != nil {
 		return p, newError(http.StatusBadRequest, "the body must be one JSON object: %v", err)
 	}
-	d := json.NewDecoder(bytes.NewReader(body)) // cannot fail: body is valid
+	d := json.NewDecoder(bytes.NewReader(body))
+	// In valid JSON, Token fails only for a number that is too large, such as 1e999: first is nil
+	// then.
 	if first, _ := d.Token(); first != json.Delim('{') {
 		return p, newError(http.StatusBadRequest, "the body must be one JSON object")
 	}
 
-	var v validator
+	var f faults
 	seen := map[string]bool{}
-	for d.More() {
+	for d.More() { // none of these calls fails, because the syntax is valid
 		token, _ := d.Token()
 		name := token.(string)
 		var value json.RawMessage
 		d.Decode(&value)
 
-		v.check(!seen[name], "%.64q must not be repeated", name)
+		f.check(!seen[name], "%.64q must not be repeated", name)
 		seen[name] = true
 
 		var ok bool
 		switch name {
 		case "name":
 			p.Name, ok = parseName(value)
-			v.check(ok, "name must be a string of 1 to %d characters, not all white space, "+
+			f.check(ok, "name must be a string of 1 to %d characters, not all white space, "+
 				"without U+0000, U+FFFD or unpaired surrogates", maxName)
 		case "categoryId":
 			p.CategoryID, ok = parseInt(string(value))
-			v.check(ok, "categoryId must be an integer from %d to %d, "+
+			f.check(ok, "categoryId must be an integer from %d to %d, "+
 				"with no fraction, exponent or quotes", int64(math.MinInt64), int64(math.MaxInt64))
 		case "status":
 			p.Status = unquote(value)
-			v.checkStatus(p.Status)
+			f.checkStatus(p.Status)
 		default:
-			v.check(false, "unknown member %.64q", name)
+			f.check(false, "unknown member %.64q", name)
 		}
 	}
 
-	v.check(seen["name"], "name is required")
-	v.check(seen["categoryId"], "categoryId is required")
-	return p, v.err()
+	f.check(seen["name"], "name is required")
+	f.check(seen["categoryId"], "categoryId is required")
+	return p, f.err()
 }
 
-// unquote returns the string that a valid JSON value stands for, or "" if it is not a string.
+// unquote returns the string in a valid JSON value, or "" if the value is not a string.
 func unquote(value []byte) (s string) {
 	json.Unmarshal(value, &s) // an error leaves s empty
 	return s
@@ -301,47 +310,36 @@ func unquote(value []byte) (s string) {
 
 // parseName returns the name in a valid JSON value, and whether it is a valid name.
 //
-// U+FFFD is not valid, because it stands for a character that was lost: encoding/json returns it
-// for an unpaired surrogate, and other programs for what they cannot decode.
+// A name with U+FFFD is not valid, because some character was lost: encoding/json puts U+FFFD in
+// the place of an unpaired surrogate, and other programs in the place of what they cannot decode.
 func parseName(value []byte) (name string, ok bool) {
-	name = unquote(value)
+	name = unquote(value) // blank if value is not a string
 	blank := strings.TrimSpace(name) == ""
 	tooLong := utf8.RuneCountInString(name) > maxName
 	return name, !blank && !tooLong && !strings.ContainsAny(name, "\x00\ufffd")
 }
 
-// validator collects everything that is wrong with a request, so that the client can correct it all
-// at once.
-type validator struct {
-	faults []string // the first maxFaults
-	more   int      // the others
-}
+// faults lists what is wrong with a request, so that the client can correct it all at once.
+type faults []string
 
-// check adds a fault unless ok is true.
-func (v *validator) check(ok bool, format string, args ...any) {
-	switch {
-	case ok:
-	case len(v.faults) == maxFaults:
-		v.more++
-	default:
-		v.faults = append(v.faults, fmt.Sprintf(format, args...))
+// check adds a fault unless ok is true, or f already has maxFaults. Use %.64q for what the client
+// has sent: it quotes at most 64 characters.
+func (f *faults) check(ok bool, format string, args ...any) {
+	if !ok && len(*f) < maxFaults {
+		*f = append(*f, fmt.Sprintf(format, args...))
 	}
 }
 
 // checkStatus adds a fault unless status is one of petStatuses.
-func (v *validator) checkStatus(status string) {
-	v.check(slices.Contains(petStatuses, status),
+func (f *faults) checkStatus(status string) {
+	f.check(slices.Contains(petStatuses, status),
 		"status must be one of %s", strings.Join(petStatuses, ", "))
 }
 
-// err returns nil if there are no faults, else a 400 that lists them.
-func (v *validator) err() error {
-	if len(v.faults) == 0 {
+// err returns nil if there are no faults, otherwise a 400 that lists them.
+func (f faults) err() error {
+	if len(f) == 0 {
 		return nil
 	}
-	message := strings.Join(v.faults, "; ")
-	if v.more > 0 {
-		message += fmt.Sprintf("; and %d more", v.more)
-	}
-	return newError(http.StatusBadRequest, "%s", message)
+	return newError(http.StatusBadRequest, "%s", strings.Join(f, "; "))
 }

@@ -1,12 +1,14 @@
-// Animalstore keeps a shop's catalogue of animals in SQLite, and serves it as JSON over HTTP. The
-// code says pet, as paths and SQL do; texts for people say animal.
+// Animalstore keeps a shop's catalogue of animals in SQLite, and serves it as JSON over HTTP. In
+// code, paths and SQL, an animal is a pet; in messages and documents, it is an animal.
 //
-// Read handlers.go next: it has the routes, and a handler for each. server.go defines what a handler
-// is, calls the handlers, and sends and logs the responses. auth.go checks API keys, store.go keeps
-// the pets in SQLite, and errors.go has the errors that clients see.
+// Read handlers.go next: it has the routes, and a handler for each. A handler takes a *request, and
+// returns a body or an error; server.go calls the handlers, and sends and logs the responses.
+// auth.go checks API keys, store.go keeps the pets in SQLite, and errors.go has the errors that
+// clients see.
 //
 // Three promises take more code than the operations themselves:
-//   - A 201 means that the pet is on disk. Group commit makes that fast (create in store.go).
+//   - A 201 means that the pet is on disk. A transaction waits for the disk, so creates that arrive
+//     at the same time share one (create in store.go).
 //   - A client can repeat a create safely, with an Idempotency-Key (insert in store.go).
 //   - A pet is stored exactly as it was sent, or refused (parseNewPet in handlers.go).
 package main
@@ -27,19 +29,22 @@ import (
 )
 
 func main() {
-	signal.Ignore(syscall.SIGPIPE) // a log that nobody reads any more must not end the process
+	// If the reader of stderr has ended, a write to it raises SIGPIPE, which would kill the
+	// process.
+	signal.Ignore(syscall.SIGPIPE)
 
-	// The stop function is never called, so that a second signal cannot kill the process while it
-	// stops.
+	// NotifyContext also returns a function that restores the default effect of the signals. It is
+	// never called: a second Ctrl-C must not kill the process while it stops.
 	ctx, _ := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 
 	os.Exit(run(ctx, os.Args[1:], os.LookupEnv, os.Stderr))
 }
 
-// run does what args say until ctx is cancelled. lookupEnv is os.LookupEnv or a replacement.
+// run runs the service until ctx is cancelled or, if args have -backup, makes a backup. lookupEnv
+// is os.LookupEnv, except in tests.
 //
-// It reports an error on stderr, and returns the exit status: 0 if there is none, 2 if args are
-// wrong, and 1 after any other error.
+// run reports errors on stderr. It returns the exit status of the program: 0 if there was no error,
+// 2 if args are wrong, and 1 after any other error.
 func run(
 	ctx context.Context,
 	args []string,
@@ -72,14 +77,15 @@ func run(
 // config holds the command-line flags.
 type config struct{ addr, db, backup string }
 
-// parseFlags parses args. It writes an error, or the help that -h asks for, to stderr.
+// parseFlags parses args. It writes an error to stderr. For -h, it writes the help there, and
+// returns flag.ErrHelp.
 func parseFlags(args []string, stderr io.Writer) (c config, err error) {
 	flags := flag.NewFlagSet("animalstore", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "listen on `HOST:PORT`")
 	flags.StringVar(&c.db, "db", "animalstore.db", "keep the animals in `FILE`, created on first use")
-	flags.StringVar(&c.backup, "backup", "", "write a copy of the database to the new `FILE`, and exit")
-	if err := flags.Parse(args); err != nil {
+	flags.StringVar(&c.backup, "backup", "", "write a copy of the database to a new `FILE`, and exit")
+	if err = flags.Parse(args); err != nil {
 		return c, err
 	}
 
@@ -87,7 +93,7 @@ func parseFlags(args []string, stderr io.Writer) (c config, err error) {
 		err = fmt.Errorf("unexpected argument %q", flags.Arg(0))
 	}
 	flags.Visit(func(f *flag.Flag) {
-		if f.Value.String() == "" { // as after -db "$DB" without that variable
+		if f.Value.String() == "" { // as with -db "$DB", if DB is not set
 			err = fmt.Errorf("-%s must not be empty", f.Name)
 		}
 	})
@@ -98,8 +104,9 @@ func parseFlags(args []string, stderr io.Writer) (c config, err error) {
 	return c, err
 }
 
-// runService runs the service until ctx is cancelled. It opens the database last, so that a mistake
-// in another setting changes nothing.
+// runService runs the service until ctx is cancelled. It listens first, because the address decides
+// whether API_KEYS may be missing. It opens the database last, because a wrong setting must not
+// create one.
 func runService(
 	ctx context.Context,
 	c config,
@@ -115,7 +122,7 @@ func runService(
 	list, isSet := lookupEnv("API_KEYS")
 	if !isSet {
 		if !ln.Addr().(*net.TCPAddr).IP.IsLoopback() {
-			return errors.New("set API_KEYS, or let -addr be on loopback, such as 127.0.0.1:8080")
+			return errors.New("API_KEYS is not set: set it, or use a loopback -addr such as 127.0.0.1:8080")
 		}
 		list = rand.Text() // so that `go run .` is all that a newcomer needs
 		logger.Warn("API_KEYS is not set: made a key for this run", "api_key", list)

@@ -22,44 +22,56 @@ import (
 
 const (
 	readHeaderTimeout = 5 * time.Second  // for the headers of a request
-	readTimeout       = 10 * time.Second // for the whole request
-	writeTimeout      = 25 * time.Second // from the end of the headers to the end of the response
+	readTimeout       = 10 * time.Second // for the headers and the body
 
-	// idleTimeout is longer than that of common proxies (nginx 60 seconds, Caddy 120), so that they
-	// close first. Otherwise, one could send a request just when the service closes the connection.
+	// writeTimeout runs from the end of the headers of the request to the end of the response.
+	// After readTimeout and the slowest create (twice busyTimeout), at least 11 seconds are left
+	// for the client to read the response.
+	writeTimeout = 25 * time.Second
+
+	// idleTimeout is longer than that of common proxies (nginx 60 seconds, Caddy 120), so that a
+	// proxy closes an idle connection first. Otherwise, the proxy could send a request just when
+	// the service closes the connection.
 	idleTimeout = 150 * time.Second
 
-	// After a stop signal, open connections may send another request for drainTime. Requests in
-	// progress then have shutdownTime to end, which is longer than a create may take (see create),
-	// and longer than net/http waits for a connection that has sent nothing, 5 seconds.
-	drainTime    = 250 * time.Millisecond
+	// drainTime is how long open connections are still served after a stop signal. It is enough for
+	// a request that is already on its way.
+	drainTime = 250 * time.Millisecond
+
+	// shutdownTime is how long requests in progress may take after drainTime. It is longer than the
+	// slowest create (twice busyTimeout), and longer than the 5 seconds after which net/http closes
+	// a connection that has sent nothing.
 	shutdownTime = 6 * time.Second
 
 	maxHeader = 16 << 10 // bytes of the request line and all headers
-	maxUnread = 1 << 20  // bytes that are read of a body that no handler wants (nginx passes on as many)
+
+	// maxDiscard is how many bytes of an unread body discardBody reads. It is the largest body that
+	// nginx passes on by default, so behind nginx, each body is read to its end.
+	maxDiscard = 1 << 20
 )
 
-// serviceHeader is in every response.
+// serviceHeader has the headers that answer adds to every response.
 var serviceHeader = http.Header{
 	"Cache-Control":          {"no-store"},
 	"Content-Type":           {"application/json"},
 	"X-Content-Type-Options": {"nosniff"},
 }
 
-// handler answers a request. It returns the body of the response, which is sent as JSON (a []byte as
-// it is), or an error: an apiError for the client, or any other one, which becomes a 500.
+// handler answers a request. Unlike an http.Handler, it can return an error, and cannot send two
+// responses.
 //
-// It is not an http.Handler, so that it can return an error, and cannot send two responses.
+// It returns either the body of the response or an error. A []byte is sent as it is, and any other
+// body as JSON. If err is or wraps an apiError, the client gets that, otherwise a 500.
 type handler func(r *request) (body any, err error)
 
 // request is an HTTP request, and what the service knows about it.
 type request struct {
 	*http.Request
 	id     string // the X-Request-Id of the response
-	caller []byte // the SHA-256 sum of the API key, nil until that is accepted
+	caller []byte // the SHA-256 sum of the API key, or nil before the key is found valid
 
-	// A handler may set the status of the response, which is 200, and add to its header. If it
-	// returns an error, status is that of the error; responseHeader is sent all the same.
+	// The handler may set status, which is 200 at first, and add to responseHeader. If the handler
+	// returns an error, the response has the status of the error, but still this header.
 	status         int
 	responseHeader http.Header
 }
@@ -69,7 +81,7 @@ type server struct {
 	mux      *http.ServeMux
 	fallback handler // for unknown paths
 	logger   *slog.Logger
-	draining atomic.Bool // set during a stop: every response closes its connection
+	draining atomic.Bool // set when a stop begins: responses then close their connections
 }
 
 // newServer returns a server with these handlers, by pattern of ServeMux. fallback answers the
@@ -112,7 +124,7 @@ func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h hand
 
 	body, err := callHandler(h, r)
 	if err != nil {
-		e := clientError(err)
+		e := errorForClient(err)
 		r.status, body = e.Status, e
 	}
 	if r.status == http.StatusServiceUnavailable {
@@ -121,7 +133,7 @@ func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h hand
 	if s.draining.Load() {
 		r.responseHeader.Set("Connection", "close")
 	}
-	readUnread(r)
+	discardBody(r) // before the response is sent
 
 	content, isJSON := body.([]byte)
 	if !isJSON {
@@ -129,7 +141,7 @@ func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h hand
 	}
 	r.responseHeader.Set("Content-Length", strconv.Itoa(len(content)))
 	w.WriteHeader(r.status)
-	w.Write(content) // an error means that the client is gone
+	w.Write(content) // an error means that the client is gone, or too slow
 	s.log(r, time.Since(start), err)
 }
 
@@ -143,27 +155,34 @@ func callHandler(h handler, r *request) (body any, err error) {
 	return h(r)
 }
 
-// clientError returns the apiError in err. If there is none, the client sees nothing of err.
-func clientError(err error) *apiError {
+// errorForClient returns the apiError that err is or wraps. For any other err, it returns a 500
+// that tells nothing of err.
+func errorForClient(err error) *apiError {
 	if e, ok := errors.AsType[*apiError](err); ok {
 		return e
 	}
 	return newError(http.StatusInternalServerError, "internal error")
 }
 
-// readUnread reads up to maxUnread of what the handler has left of the body: a client that sends
-// all of it first would be reset otherwise, and miss the response. net/http reads 256 KB at most,
-// and nothing if the client asks to close the connection, as nginx and Python's urllib do.
-func readUnread(r *request) {
-	// A client that waits for 100 Continue sends its body only if the handler has begun to read it.
+// discardBody reads what the handler has not read of the body, up to maxDiscard. Many clients send
+// the whole body before they read the response. If the service closed the connection before the end
+// of the body, the connection would be reset, and the client would miss the response. So even a 401
+// waits for the body, for up to readTimeout. A body that is declared to be larger than maxDiscard
+// is not read.
+//
+// net/http itself discards at most 256 KB, and nothing if the client asks to close the connection,
+// as nginx and Python's urllib do.
+func discardBody(r *request) {
+	// A client that sends Expect: 100-continue waits with its body until readBody begins to read.
+	// If readBody did, it has left something to read only after a 413.
 	waits := r.Header.Get("Expect") != "" && r.status != http.StatusRequestEntityTooLarge
-	if !waits && r.ContentLength <= maxUnread {
-		io.CopyN(io.Discard, r.Body, maxUnread)
+	if !waits && r.ContentLength <= maxDiscard {
+		io.CopyN(io.Discard, r.Body, maxDiscard)
 	}
 }
 
-// encode returns v as JSON and a line break, with <, > and & as they are. v must be of a type that
-// can be encoded.
+// encode returns v as JSON, followed by a line break. It does not escape <, > and &. It panics if v
+// cannot be encoded.
 func encode(v any) []byte {
 	var b bytes.Buffer
 	enc := json.NewEncoder(&b)
@@ -176,6 +195,7 @@ func encode(v any) []byte {
 
 // log logs a request, the status of its response, and the error of its handler unless that is nil.
 func (s *server) log(r *request, duration time.Duration, err error) {
+	// The method and the path are cut, because clients decide how long they are.
 	attrs := []slog.Attr{
 		slog.String("id", r.id),
 		slog.String("client", r.RemoteAddr),
@@ -185,6 +205,7 @@ func (s *server) log(r *request, duration time.Duration, err error) {
 		slog.Duration("duration", duration),
 	}
 	if r.caller != nil {
+		// Four bytes are enough to tell keys apart.
 		attrs = append(attrs, slog.String("key_sha256", hex.EncodeToString(r.caller[:4])))
 	}
 	if err != nil {
@@ -198,9 +219,9 @@ func (s *server) log(r *request, duration time.Duration, err error) {
 	s.logger.LogAttrs(r.Context(), level, "request", attrs...)
 }
 
-// serve answers requests from ln until ctx is cancelled. Then it lets requests end, within
-// drainTime and shutdownTime, and returns nil. It returns an error if it cannot accept
-// connections.
+// serve accepts connections from ln and answers requests until ctx is cancelled. Then it stops
+// within drainTime and shutdownTime, and returns nil. If it cannot accept connections, it returns
+// an error.
 func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	srv := &http.Server{
 		Handler:           s,
@@ -209,7 +230,7 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 		WriteTimeout:      writeTimeout,
 		IdleTimeout:       idleTimeout,
 		MaxHeaderBytes:    maxHeader - (4 << 10), // net/http allows 4 KiB more than it is told
-		ErrorLog:          slog.NewLogLogger(s.logger.Handler(), slog.LevelInfo),
+		ErrorLog:          slog.NewLogLogger(s.logger.Handler(), slog.LevelWarn),
 
 		DisableGeneralOptionsHandler: true, // so that OPTIONS * needs a key
 	}
@@ -223,16 +244,17 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	}
 	s.logger.Info("stopping", "cause", context.Cause(ctx))
 
-	// Shutdown may cut off a request that is just arriving. So first refuse new connections (a
-	// client can safely try again), and answer on open ones for a moment, closing each.
+	// Shutdown closes idle connections at once, and may cut off a request that is just arriving. So
+	// first refuse new connections: a client can safely try again. Then, for drainTime, answer
+	// requests on open connections, and close each connection after its response.
 	ln.Close()
 	s.draining.Store(true)
 	time.Sleep(drainTime)
 
 	grace, cancel := context.WithTimeout(context.Background(), shutdownTime)
 	defer cancel()
-	if err := srv.Shutdown(grace); err != nil {
-		s.logger.Warn("connections were cut off", "error", err)
+	if err := srv.Shutdown(grace); errors.Is(err, context.DeadlineExceeded) {
+		s.logger.Warn("connections were cut off")
 		srv.Close()
 	}
 	return nil

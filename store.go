@@ -26,27 +26,37 @@ const (
 	// idempotencyKeyLifetime is how long an Idempotency-Key is remembered.
 	idempotencyKeyLifetime = 24 * time.Hour
 
-	// These two and petStatuses also stand in migrations: change them with a new migration.
-	applicationID = 0x50657473 // PRAGMA application_id: "Pets" in ASCII
-	maxName       = 255        // characters
+	// applicationID is PRAGMA application_id of each database of this service: "Pets" in ASCII.
+	applicationID = 0x50657473
+
+	// maxName is the greatest length of a name in characters (Unicode code points). To change it,
+	// also change the CHECK in the schema, with a new migration.
+	maxName = 255
 )
 
-// petStatuses are the values of PetStatus.
+// petStatuses has the values of PetStatus in openapi.json. To change them, also change the CHECK in
+// the schema, with a new migration.
 var petStatuses = []string{"available", "pending", "sold"}
 
-// NewPet is the API's NewPet, with its status filled in. insert compares it with ==, so it has no
-// pointers.
+// NewPet is a pet as a client sends it. Its status is never empty: parseNewPet fills in the
+// default. Keep NewPet comparable, because insert uses == to recognize the repeat of a request.
 type NewPet struct {
 	Name       string `json:"name"`
 	CategoryID int64  `json:"categoryId"`
 	Status     string `json:"status"`
 }
 
-// Pet is the API's Pet: a NewPet that has been stored, and so has an id.
+// Pet is a pet that is stored, and so has an id.
 type Pet struct {
 	ID int64 `json:"id"`
 	NewPet
 }
+
+// petColumns are the columns of a Pet, in the order of fields.
+const petColumns = "id, name, category_id, status"
+
+// fields returns pointers to the fields of p, to scan petColumns.
+func (p *Pet) fields() []any { return []any{&p.ID, &p.Name, &p.CategoryID, &p.Status} }
 
 // listOptions says which pets to list.
 type listOptions struct {
@@ -55,35 +65,44 @@ type listOptions struct {
 	after  int64  // list only greater ids
 }
 
-// store keeps the pets in an SQLite database. A commit appends to a write-ahead log (WAL), the file
-// with the suffix -wal, which SQLite copies to the database now and then: see
-// https://sqlite.org/wal.html.
+// store keeps the pets in an SQLite database. A commit appends to the write-ahead log (WAL), a file
+// with the suffix -wal. SQLite copies the WAL to the database now and then, and when it closes the
+// database: see https://sqlite.org/wal.html.
 //
 // create, list and check may be called concurrently.
 type store struct {
 	path   string
-	file   os.FileInfo // of the database when it was opened, for checkPath
+	file   os.FileInfo // identifies the file that was opened: see checkPath
 	logger *slog.Logger
 
 	readers        *sql.DB // for lists
 	selectPets     *sql.Stmt
 	selectByStatus *sql.Stmt
 
-	writerMu      sync.Mutex // is held while a batch is stored
+	writerMu      sync.Mutex // held while a batch is stored; lock it before nextMu
 	writer        *sql.DB    // one connection, for creates
 	insertPet     *sql.Stmt
-	selectReplay  *sql.Stmt // the first response to an Idempotency-Key
-	insertReplay  *sql.Stmt
-	deleteExpired *sql.Stmt
+	selectKey     *sql.Stmt // an Idempotency-Key, with the first response to it
+	insertKey     *sql.Stmt
+	deleteExpired *sql.Stmt // Idempotency-Keys
 
 	nextMu sync.Mutex // guards next and its creations
-	next   *batch     // is joined by new creations; never nil
+	next   *batch     // new creations join it; never nil
+}
+
+// exitOnPanic, deferred, ends the program with status 1 after a panic in list or commit, because the
+// connection may stay in use for ever. After other panics, the program goes on: see callHandler.
+func (s *store) exitOnPanic() {
+	if p := recover(); p != nil {
+		s.logger.Error("panic in the store", "panic", p, "stack", string(debug.Stack()))
+		os.Exit(1)
+	}
 }
 
 // list returns the pets that o selects, by ascending id. Its error may be errUnavailable.
 //
-// There is no context: the query is short, and database/sql starts a goroutine for one that can be
-// cancelled.
+// It takes no context: a query is short, and for a context that can be cancelled, database/sql
+// would start a goroutine for each query.
 func (s *store) list(o listOptions) ([]Pet, error) {
 	defer s.exitOnPanic()
 	statement, args := s.selectPets, []any{o.after, o.limit}
@@ -98,9 +117,9 @@ func (s *store) list(o listOptions) ([]Pet, error) {
 
 	pets := make([]Pet, 0, o.limit)
 	var p Pet
-	columns := []any{&p.ID, &p.Name, &p.CategoryID, &p.Status}
+	fields := p.fields()
 	for rows.Next() {
-		if err := rows.Scan(columns...); err != nil {
+		if err := rows.Scan(fields...); err != nil {
 			return nil, err
 		}
 		pets = append(pets, p)
@@ -108,34 +127,34 @@ func (s *store) list(o listOptions) ([]Pet, error) {
 	return pets, markUnavailable(rows.Err())
 }
 
-// creation is a pet to be stored, and the result.
+// creation is a pet that create has to store, and the result.
 type creation struct {
 	caller         []byte // the SHA-256 sum of an API key
 	idempotencyKey string // "" for none
 	pet            Pet    // its id is 0 until it is inserted
 
-	replayed bool  // pet is the first response to idempotencyKey
-	err      error // why this pet is not stored, although its batch may be
+	replayed bool  // pet was stored by an earlier request with idempotencyKey
+	err      error // of this pet alone: errIdempotencyKeyReused or errRefused
 }
 
-// batch is a number of creations that one transaction stores.
+// batch has the creations that one transaction stores.
 type batch struct {
 	creations []*creation
 	once      sync.Once // calls commit
-	err       error     // of the transaction: nothing of the batch is stored
+	err       error     // of the transaction
 }
 
-// create stores p for a caller, and returns it with its id once it is on disk.
+// create stores p for a caller. It returns p with its id once p is on disk.
 //
 // If the caller has used idempotencyKey ("" for none) within idempotencyKeyLifetime, create stores
 // nothing. It returns the pet of the first response and sets replayed, or it returns
 // errIdempotencyKeyReused if p differs from that pet.
 //
 // After errIdempotencyKeyReused, errRefused or errUnavailable, p is not stored. After any other
-// error it may be stored. If another program locks the database, create takes at most twice
-// busyTimeout: one wait of the batch before, and one of its own.
+// error, p may be stored. While another program locks the database, create takes at most twice
+// busyTimeout: first the batch before may wait for the lock, and then the batch of p.
 //
-// There is no context: p shares a transaction with other pets, which must be stored even if the
+// It takes no context: p shares a transaction with other pets, which must be stored even if the
 // client of p disconnects.
 func (s *store) create(
 	caller []byte,
@@ -144,8 +163,9 @@ func (s *store) create(
 ) (stored Pet, replayed bool, err error) {
 	c := &creation{caller: caller, idempotencyKey: idempotencyKey, pet: Pet{NewPet: p}}
 
-	// This is group commit: while one batch is being stored, new creations join the next. The first
-	// to call once.Do stores them all, and the others wait in once.Do until that is done.
+	// This is group commit: while one batch is being stored, new creations join the next one. The
+	// first goroutine that calls once.Do stores the whole batch. The others wait in once.Do until
+	// the batch is stored.
 	s.nextMu.Lock()
 	b := s.next
 	b.creations = append(b.creations, c)
@@ -155,8 +175,8 @@ func (s *store) create(
 	return c.pet, c.replayed, cmp.Or(b.err, c.err)
 }
 
-// commit stores b in one transaction, and sets the results of its creations. More creations can
-// join b until the batch before it is stored.
+// commit stores b in one transaction, and sets the results of its creations. It first waits for the
+// batch before b. Until then, more creations can join b.
 func (s *store) commit(b *batch) {
 	defer s.exitOnPanic()
 	s.writerMu.Lock()
@@ -188,8 +208,7 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 
 	if c.idempotencyKey != "" {
 		var first Pet
-		err := tx.Stmt(s.selectReplay).QueryRow(c.caller, c.idempotencyKey, oldest).
-			Scan(&first.ID, &first.Name, &first.CategoryID, &first.Status)
+		err := tx.Stmt(s.selectKey).QueryRow(c.caller, c.idempotencyKey, oldest).Scan(first.fields()...)
 		switch {
 		case err == nil && first.NewPet == p:
 			c.pet, c.replayed = first, true
@@ -204,40 +223,26 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 
 	inserted, err := tx.Stmt(s.insertPet).Exec(p.Name, p.CategoryID, p.Status)
 	if sqliteCode(err) == sqlite3.SQLITE_CONSTRAINT {
-		c.err = fmt.Errorf("%w: %w", errRefused, err) // SQLite has undone this statement alone
+		// Only this statement is undone (without triggers, which are not supported): go on.
+		c.err = fmt.Errorf("%w: %w", errRefused, err)
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	if rows, _ := inserted.RowsAffected(); rows == 0 {
-		c.err = fmt.Errorf("%w: a trigger left it out", errRefused) // RAISE(IGNORE) is no error
-		return nil
-	}
-	c.pet.ID, _ = inserted.LastInsertId()
+	c.pet.ID, _ = inserted.LastInsertId() // the error is always nil
 
 	if c.idempotencyKey != "" {
-		_, err := tx.Stmt(s.insertReplay).
-			Exec(c.caller, c.idempotencyKey, now.Unix(), c.pet.ID, p.Name, p.CategoryID, p.Status)
+		_, err := tx.Stmt(s.insertKey).Exec(c.caller, c.idempotencyKey, now.Unix(), c.pet.ID)
 		if err != nil {
 			return err
 		}
-
-		// One row is added, and up to two are deleted, so that the table cannot grow for ever.
+		// Delete up to two expired rows for each new one, so that they do not pile up.
 		if _, err := tx.Stmt(s.deleteExpired).Exec(oldest); err != nil {
 			return err
 		}
 	}
 	return nil
-}
-
-// exitOnPanic, deferred, ends the program with status 1 after a panic in SQLite, whose connection
-// may be in use for ever. Other panics end one request only: see callHandler.
-func (s *store) exitOnPanic() {
-	if p := recover(); p != nil {
-		s.logger.Error("panic in the store", "panic", p, "stack", string(debug.Stack()))
-		os.Exit(1)
-	}
 }
 
 // openStore opens the database at path. If there is none, it creates one, and logs a warning.
@@ -257,12 +262,9 @@ func openStore(path string, logger *slog.Logger) (*store, error) {
 
 // open opens the database, brings it up to date, and prepares the statements.
 func (s *store) open() error {
-	// SQLite would delete the WAL of a database that is missing.
-	if fileSize(s.path) == 0 && fileSize(s.path+"-wal") > 0 {
-		return fmt.Errorf("there is no database, but its write-ahead log, %q: "+
-			"put that database back, or move the log away to begin with an empty one", s.path+"-wal")
+	if err := checkLostDatabase(s.path); err != nil {
+		return err
 	}
-
 	oldVersion, err := migrate(s.writer, migrations)
 	if err != nil {
 		return err
@@ -275,14 +277,15 @@ func (s *store) open() error {
 		return errors.New("SQLite cannot use a write-ahead log here")
 	}
 
-	// A commit syncs the WAL. A killed process may have left pets there that are not yet on disk,
-	// and a replay must not acknowledge those. Also, it opens the WAL, so that creates need no other
-	// file descriptor, and close can delete it.
+	// Commit without a change, for two reasons:
+	//   - This syncs the WAL. A killed process may have left a pet there that is not on disk, and a
+	//     repeat of its create, which writes nothing, would get a 201.
+	//   - This opens the WAL. Later, there may be no free file descriptor, and close deletes only a
+	//     WAL that is open.
 	_, err = s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
 	if err != nil {
 		return err
 	}
-
 	if s.file, err = os.Stat(s.path); err != nil {
 		return err
 	}
@@ -299,54 +302,63 @@ func (s *store) open() error {
 }
 
 // prepare prepares the statements.
-func (s *store) prepare() (err error) {
-	prepare := func(db *sql.DB, query string) *sql.Stmt {
-		statement, prepareErr := db.Prepare(query)
-		err = cmp.Or(err, prepareErr)
-		return statement
+func (s *store) prepare() error {
+	var failed error // the first one
+	statement := func(db *sql.DB, query string) *sql.Stmt {
+		prepared, err := db.Prepare(query)
+		failed = cmp.Or(failed, err)
+		return prepared
 	}
 
-	s.selectPets = prepare(s.readers, `SELECT id, name, category_id, status FROM pets
+	s.selectPets = statement(s.readers, `SELECT `+petColumns+` FROM pets
 		WHERE id > ? ORDER BY id LIMIT ?`)
-	s.selectByStatus = prepare(s.readers, `SELECT id, name, category_id, status FROM pets
+	s.selectByStatus = statement(s.readers, `SELECT `+petColumns+` FROM pets
 		WHERE status = ? AND id > ? ORDER BY id LIMIT ?`)
 
-	s.insertPet = prepare(s.writer, `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`)
-	s.selectReplay = prepare(s.writer, `SELECT id, name, category_id, status FROM idempotency_keys
+	s.insertPet = statement(s.writer, `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`)
+	s.selectKey = statement(s.writer, `SELECT `+petColumns+` FROM idempotency_keys
 		WHERE caller = ? AND key = ? AND created >= ?`)
-	s.insertReplay = prepare(s.writer, `REPLACE INTO idempotency_keys -- an expired row may be there
-		(caller, key, created, id, name, category_id, status) VALUES (?, ?, ?, ?, ?, ?, ?)`)
-	s.deleteExpired = prepare(s.writer, `DELETE FROM idempotency_keys WHERE (caller, key) IN
+	// REPLACE, because there may be an expired row with this key.
+	s.insertKey = statement(s.writer, `REPLACE INTO idempotency_keys
+		(caller, key, created, `+petColumns+`)
+		SELECT ?, ?, ?, `+petColumns+` FROM pets WHERE id = ?`)
+	s.deleteExpired = statement(s.writer, `DELETE FROM idempotency_keys WHERE (caller, key) IN
 		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT 2)`)
-	return err
+	return failed
 }
 
-// openReaders opens all connections of the readers. One that is opened later could find another
-// database at the path, or no file descriptor.
+// openReaders opens all connections of the readers. Later, there could be another database at the
+// path, or no free file descriptor.
 func (s *store) openReaders() error {
 	for range s.readers.Stats().MaxOpenConnections {
 		rows, err := s.selectPets.Query(0, 1)
 		if err != nil {
 			return err
 		}
-		defer rows.Close() // keeps the connection in use until all are open
+		defer rows.Close() // deferred, so that this connection is in use until all are open
 	}
 	return nil
 }
 
-// close waits until the batch in progress is stored, and closes the store. Call it only once.
+// close waits until the batch in progress is stored, and closes the store.
 func (s *store) close() error {
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
 
-	// If the database was moved, SQLite leaves the WAL behind, where it would damage another database
-	// that is put in its place. So copy the WAL into the open database, and empty it.
+	// If the database was moved, SQLite leaves the WAL at the old path, and would apply it to the
+	// next database there. So copy the WAL to the open database, and empty it.
+	var err error
 	if s.checkPath() != nil {
-		s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)") // fails while another program reads
+		var busy, ignored int
+		err = s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &ignored, &ignored)
+		if err != nil || busy != 0 { // another program uses the database
+			err = fmt.Errorf("%q belongs to the database that was moved: "+
+				"move it beside that file, under the same name with -wal", s.path+"-wal")
+		}
 	}
 
-	// The writer closes last, so that it can delete the WAL.
-	return errors.Join(s.readers.Close(), s.writer.Close())
+	// The writer closes last: the last connection deletes the WAL, and a read-only one cannot.
+	return errors.Join(err, s.readers.Close(), s.writer.Close())
 }
 
 // check returns an error if the database is not in its place, or cannot be read.
@@ -359,7 +371,7 @@ func (s *store) check() error {
 }
 
 // checkPath returns an error if the file at the path is not the database that was opened. SQLite
-// would go on with the one that it opened, and the next process would not find what is stored there.
+// would go on to write to the one that it opened, where the next process would not look.
 func (s *store) checkPath() error {
 	file, err := os.Stat(s.path)
 	if err == nil && !os.SameFile(file, s.file) {
@@ -374,13 +386,13 @@ func (s *store) checkPath() error {
 // migrations[v] takes a database from schema version v to version v+1. The version is PRAGMA
 // user_version, which is 0 in a new database.
 //
-// To change the schema, append to this list. Never edit what was released: databases that went
-// through it stay as they are.
+// To change the schema, append to this list. Never edit a string that was released: a database that
+// already has its version would not get the edit.
 var migrations = []string{
 	`PRAGMA application_id = 0x50657473;
 
-	-- AUTOINCREMENT: no id is used again. The CHECKs also hold for edits by other programs.
-	-- They do not use IN, for which SQLite would build a b-tree at each insert.
+	-- AUTOINCREMENT: no id is used again. The CHECKs also hold for edits by other programs. They use
+	-- OR, because for IN, SQLite would build a b-tree at each insert.
 	CREATE TABLE pets (
 		id INTEGER PRIMARY KEY AUTOINCREMENT CHECK (id > 0),
 		name TEXT NOT NULL CHECK (length(name) BETWEEN 1 AND 255),
@@ -388,11 +400,11 @@ var migrations = []string{
 		status TEXT NOT NULL DEFAULT 'available'
 			CHECK (status = 'available' OR status = 'pending' OR status = 'sold')
 	) STRICT;
-	-- A covering index: with status alone, a page of a rare status takes longer.
+	-- It covers a list by status: SQLite reads only this index, and not each pet in the table.
 	CREATE INDEX pets_by_status ON pets (status, id, name, category_id);
 
-	-- caller is the SHA-256 sum of an API key, created is a Unix time in seconds, and the rest is
-	-- the pet of the first response.
+	-- caller is the SHA-256 sum of an API key. created is a Unix time in seconds. The columns from
+	-- id on are the pet of the first response.
 	CREATE TABLE idempotency_keys (
 		caller BLOB NOT NULL,
 		key TEXT NOT NULL,
@@ -406,9 +418,9 @@ var migrations = []string{
 	CREATE INDEX idempotency_keys_by_age ON idempotency_keys (created);`,
 }
 
-// migrate brings the schema of a database up to date, in one transaction, and returns the version
-// that it had. steps is migrations; tests pass others. It changes nothing, and returns an error, if
-// the database is not one of this service, or was written by a newer version.
+// migrate brings the schema of a database up to date in one transaction, and returns the version
+// that it had before. steps is migrations; tests pass others. If the database is not one of this
+// service, or a newer version has written it, migrate changes nothing and returns an error.
 func migrate(db *sql.DB, steps []string) (oldVersion int, err error) {
 	err = inTx(db, func(tx *sql.Tx) error {
 		version, err := readSchemaVersion(tx, len(steps))
@@ -429,8 +441,8 @@ func migrate(db *sql.DB, steps []string) (oldVersion int, err error) {
 	return oldVersion, err
 }
 
-// readSchemaVersion returns the schema version of a database, 0 if it is empty. It returns an
-// error if the database is of another program, or of a version above newest.
+// readSchemaVersion returns the schema version of a database, 0 if it is empty. It returns an error
+// if the database is of another program, or of a version above newest.
 func readSchemaVersion(tx *sql.Tx, newest int) (version int, err error) {
 	var id, objects int
 	err = tx.QueryRow(`SELECT application_id, user_version, (SELECT count(*) FROM sqlite_schema)
@@ -446,16 +458,22 @@ func readSchemaVersion(tx *sql.Tx, newest int) (version int, err error) {
 			"its application_id is %d, and its user_version %d", id, version)
 	}
 	if version > newest {
-		return 0, errors.New("a newer version of this service has written it; use that version")
+		return 0, errors.New("a newer version of this service has written the database; use that version")
 	}
 	return version, nil
 }
 
 // backup writes a copy of the database at path, which may be in use, to the new file target. The
-// copy gets that name once it is verified and on disk.
+// copy gets that name only after it is verified and on disk.
 func backup(ctx context.Context, path, target string) error {
-	if _, err := os.Lstat(target); err == nil {
-		return fmt.Errorf("%q exists already; name a new file", target)
+	if err := checkLostDatabase(path); err != nil {
+		return err
+	}
+	// SQLite would apply an old -wal or -journal of this name to the copy.
+	for _, name := range []string{target, target + "-wal", target + "-journal"} {
+		if _, err := os.Lstat(name); err == nil {
+			return fmt.Errorf("%q exists already; name a new file", name)
+		}
 	}
 	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
 	if err != nil {
@@ -465,6 +483,7 @@ func backup(ctx context.Context, path, target string) error {
 	defer os.Remove(temp.Name() + "-journal") // SQLite leaves one if the disk is full
 	defer temp.Close()
 
+	// With "ro", SQLite would leave a -wal and a -shm beside the database of a stopped service.
 	db := newPool(path, "rw", 1)
 	defer db.Close()
 	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", temp.Name()); err != nil {
@@ -474,14 +493,16 @@ func backup(ctx context.Context, path, target string) error {
 		return err
 	}
 
+	// Sync applies to the file, and so to what SQLite has written through another descriptor.
 	if err := errors.Join(temp.Sync(), temp.Close()); err != nil {
 		return err
 	}
 	if err := os.Rename(temp.Name(), target); err != nil {
 		return err
 	}
+	// Make the name durable. Windows and some file systems cannot: ignore errors.
 	if folder, err := os.Open(filepath.Dir(target)); err == nil {
-		folder.Sync() // which makes the name durable, except on Windows
+		folder.Sync()
 		folder.Close()
 	}
 	return nil
@@ -499,7 +520,7 @@ func verify(ctx context.Context, path string) error {
 			return err
 		}
 		if version == 0 {
-			return errors.New("it is empty")
+			return errors.New("the database is empty")
 		}
 
 		var result string
@@ -507,7 +528,7 @@ func verify(ctx context.Context, path string) error {
 			return err
 		}
 		if result != "ok" {
-			return errors.New("it is damaged: " + result)
+			return errors.New("the database is damaged: " + result)
 		}
 		return nil
 	})
@@ -521,19 +542,19 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 		return err
 	}
 	if err := f(tx); err != nil {
-		tx.Rollback() // not deferred: after a panic in a statement, it would wait for ever
+		tx.Rollback() // not deferred: after a panic in SQLite, it would wait for ever
 		return err
 	}
 	return tx.Commit()
 }
 
 // newPool returns a pool of up to size connections to the database at path. None is open yet. mode
-// is SQLite's: ro, rw, or rwc to create it.
+// is one of SQLite's: ro, rw, or rwc, which creates a missing file.
 func newPool(path, mode string, size int) *sql.DB {
 	query := url.Values{ // see https://pkg.go.dev/modernc.org/sqlite#Driver.Open
 		"mode":      {mode},
 		"_txlock":   {"immediate"},
-		"_error_rc": {"1"}, // without it, an error could quote the message of another one
+		"_error_rc": {"1"}, // otherwise, an error can have the message of an unrelated one
 		"_pragma": {
 			fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()),
 			"synchronous(FULL)",
@@ -549,7 +570,7 @@ func newPool(path, mode string, size int) *sql.DB {
 	return db
 }
 
-// markUnavailable adds errUnavailable to an error of SQLite whose cause may pass.
+// markUnavailable adds errUnavailable to an error of SQLite that is likely to be temporary.
 func markUnavailable(err error) error {
 	switch sqliteCode(err) {
 	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL: // a lock of another program, a full disk
@@ -566,11 +587,14 @@ func sqliteCode(err error) int {
 	return 0
 }
 
-// fileSize returns the size of a file in bytes, or 0 if there is none.
-func fileSize(path string) int64 {
-	info, err := os.Stat(path)
-	if err != nil {
-		return 0
+// checkLostDatabase returns an error if there is a WAL at path, but no database, or an empty one.
+// SQLite would delete that WAL. It does not detect a database beside the WAL of another one.
+func checkLostDatabase(path string) error {
+	database, _ := os.Stat(path)
+	wal, _ := os.Stat(path + "-wal")
+	if (database == nil || database.Size() == 0) && wal != nil && wal.Size() > 0 {
+		return fmt.Errorf("there is a write-ahead log, %q, but no database: "+
+			"put its database back, or move the log away to begin with an empty database", path+"-wal")
 	}
-	return info.Size()
+	return nil
 }
