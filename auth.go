@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// apiKeys has the SHA-256 sum of each valid API key. The keys themselves are not kept. The duration
-// of a lookup may reveal something about a sum, but nothing useful about a key.
+// apiKeys has the SHA-256 sum of each valid API key. The keys themselves are not kept. A lookup
+// compares only sums, so its duration reveals nothing useful about a key.
 type apiKeys map[[sha256.Size]byte]bool
 
 // parseAPIKeys parses the value of API_KEYS: one or more API keys, separated by commas. A key

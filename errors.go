@@ -14,7 +14,8 @@ type apiError struct {
 
 func (e *apiError) Error() string { return e.Message }
 
-// errorCodes maps each status of an error to its machine-readable code. Clients rely on the codes.
+// errorCodes maps each status of an error to its machine-readable code. Never change a code:
+// clients may rely on it.
 var errorCodes = map[int]string{
 	http.StatusBadRequest:            "invalid_request",
 	http.StatusUnauthorized:          "unauthorized",
@@ -28,8 +29,8 @@ var errorCodes = map[int]string{
 	http.StatusServiceUnavailable:    "unavailable",
 }
 
-// The errors of the store, and errNotFound. Some are wrapped together with a cause. The log shows
-// the cause, but the client never sees it.
+// The errors of the store, and errNotFound. errRefused and errUnavailable are wrapped together with
+// their cause, which is for the log: the client never sees it.
 var (
 	errNotFound = newError(http.StatusNotFound,
 		"there is no animal with this id")

@@ -38,8 +38,7 @@ func routes(st *store, k apiKeys) (handlers map[string]handler, fallback handler
 		"POST /v1/pets":        k.requireKey(a.createPet),
 		"GET /v1/pets/{petId}": deprecated(k.requireKey(a.getPet)),
 
-		// Each path also has a pattern without a method, for all other methods. Otherwise ServeMux
-		// would send its own 405, which is not JSON, and would not ask for a key.
+		// All other methods of these paths get 405, and not the 404 of unknown paths.
 		"/healthz":         k.requireKey(methodNotAllowed("GET, HEAD")),
 		"/openapi.json":    k.requireKey(methodNotAllowed("GET, HEAD")),
 		"/v1/pets":         k.requireKey(methodNotAllowed("GET, HEAD, POST")),
@@ -132,7 +131,7 @@ func (a *api) getPet(r *request) (any, error) {
 // getHealth answers GET /healthz: 200 if the database is in its place and can be read, otherwise
 // 503.
 func (a *api) getHealth(*request) (any, error) {
-	if err := a.store.check(); err != nil {
+	if err := a.store.checkHealth(); err != nil {
 		return nil, fmt.Errorf("%w: %w", errUnavailable, err)
 	}
 	return map[string]string{"status": "ok"}, nil
@@ -146,8 +145,8 @@ func getOpenAPI(*request) (any, error) { return openAPI, nil }
 
 // deprecated adds two headers to each response of next: Sunset says when the operation will be
 // removed (RFC 8594), and Link leads to the operation that replaces it (RFC 5829). There is no
-// header Deprecation (RFC 9745), which needs the date of the deprecation: the interface does not
-// tell it.
+// Deprecation header (RFC 9745): it needs the date since when the operation is deprecated, and
+// nobody has set that.
 func deprecated(next handler) handler {
 	return func(r *request) (any, error) {
 		r.responseHeader.Set("Sunset", "Thu, 05 Dec 2030 00:00:00 GMT")
@@ -232,7 +231,6 @@ func parseIdempotencyKey(values []string) (string, error) {
 
 // readBody returns the body of the request, or an apiError: 413, 408 or 400.
 func readBody(r *request) ([]byte, error) {
-	// http.MaxBytesReader would close the connection, although discardBody may read the rest.
 	body, err := io.ReadAll(io.LimitReader(r.Body, maxBody+1))
 	switch {
 	case len(body) > maxBody:
@@ -247,7 +245,7 @@ func readBody(r *request) ([]byte, error) {
 	return body, nil
 }
 
-// parseNewPet parses body as a NewPet. Its error lists all faults of the members.
+// parseNewPet parses body as a NewPet. Its error lists the faults of the members, up to maxFaults.
 //
 // json.Unmarshal into a NewPet would accept repeated and unknown members, null, and names in
 // another case, and would replace invalid Unicode. So parseNewPet goes through the members itself.
@@ -262,8 +260,8 @@ func parseNewPet(body []byte) (NewPet, error) {
 		return p, newError(http.StatusBadRequest, "the body must be one JSON object: %v", err)
 	}
 	d := json.NewDecoder(bytes.NewReader(body))
-	// In valid JSON, Token fails only for a number that is too large, such as 1e999: first is nil
-	// then.
+	// As the syntax is valid, Token fails only for a number that float64 cannot hold, such as
+	// 1e999. Its error can be ignored, because first is nil then.
 	if first, _ := d.Token(); first != json.Delim('{') {
 		return p, newError(http.StatusBadRequest, "the body must be one JSON object")
 	}

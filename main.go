@@ -1,5 +1,5 @@
-// Animalstore keeps a shop's catalogue of animals in SQLite, and serves it as JSON over HTTP. In
-// code, paths and SQL, an animal is a pet; in messages and documents, it is an animal.
+// Animalstore keeps a shop's catalogue of animals in SQLite, and serves it as JSON over HTTP. Code,
+// paths and SQL call an animal a pet; texts for people call it an animal.
 //
 // Read handlers.go next: it has the routes, and a handler for each. A handler takes a *request, and
 // returns a body or an error; server.go calls the handlers, and sends and logs the responses.
@@ -41,10 +41,10 @@ func main() {
 }
 
 // run runs the service until ctx is cancelled or, if args have -backup, makes a backup. lookupEnv
-// is os.LookupEnv, except in tests.
+// is os.LookupEnv, or that of a test.
 //
 // run reports errors on stderr. It returns the exit status of the program: 0 if there was no error,
-// 2 if args are wrong, and 1 after any other error.
+// 2 if args cannot be parsed, and 1 after any other error.
 func run(
 	ctx context.Context,
 	args []string,
@@ -104,9 +104,9 @@ func parseFlags(args []string, stderr io.Writer) (c config, err error) {
 	return c, err
 }
 
-// runService runs the service until ctx is cancelled. It listens first, because the address decides
-// whether API_KEYS may be missing. It opens the database last, because a wrong setting must not
-// create one.
+// runService runs the service until ctx is cancelled. It listens before it reads API_KEYS, because
+// only the listener knows whether the address is loopback, where API_KEYS may be missing. It opens
+// the database last, because a wrong setting must not create one.
 func runService(
 	ctx context.Context,
 	c config,
@@ -119,15 +119,15 @@ func runService(
 	}
 	defer ln.Close()
 
-	list, isSet := lookupEnv("API_KEYS")
+	value, isSet := lookupEnv("API_KEYS")
 	if !isSet {
 		if !ln.Addr().(*net.TCPAddr).IP.IsLoopback() {
-			return errors.New("API_KEYS is not set: set it, or use a loopback -addr such as 127.0.0.1:8080")
+			return errors.New("API_KEYS is not set: set it, or listen on a loopback address")
 		}
-		list = rand.Text() // so that `go run .` is all that a newcomer needs
-		logger.Warn("API_KEYS is not set: made a key for this run", "api_key", list)
+		value = rand.Text() // so that `go run .` is all that a newcomer needs
+		logger.Warn("API_KEYS is not set: made a key for this run", "api_key", value)
 	}
-	keys, err := parseAPIKeys(list)
+	keys, err := parseAPIKeys(value)
 	if err != nil {
 		return fmt.Errorf("API_KEYS: %w", err)
 	}

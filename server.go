@@ -24,9 +24,9 @@ const (
 	readHeaderTimeout = 5 * time.Second  // for the headers of a request
 	readTimeout       = 10 * time.Second // for the headers and the body
 
-	// writeTimeout runs from the end of the headers of the request to the end of the response.
-	// After readTimeout and the slowest create (twice busyTimeout), at least 11 seconds are left
-	// for the client to read the response.
+	// writeTimeout runs from the end of the headers of the request to the end of the response. Of
+	// its 25 seconds, the body takes at most 10 (readTimeout), and a create at most 4 (twice
+	// busyTimeout). The other 11 are for the client to read the response.
 	writeTimeout = 25 * time.Second
 
 	// idleTimeout is longer than that of common proxies (nginx 60 seconds, Caddy 120), so that a
@@ -34,23 +34,23 @@ const (
 	// the service closes the connection.
 	idleTimeout = 150 * time.Second
 
-	// drainTime is how long open connections are still served after a stop signal. It is enough for
-	// a request that is already on its way.
+	// drainTime is how long open connections are still served after a stop signal. It is longer
+	// than a request is on its way, even from another continent.
 	drainTime = 250 * time.Millisecond
 
 	// shutdownTime is how long requests in progress may take after drainTime. It is longer than the
-	// slowest create (twice busyTimeout), and longer than the 5 seconds after which net/http closes
-	// a connection that has sent nothing.
+	// slowest create (twice busyTimeout), and than readHeaderTimeout, which ends a connection that
+	// has sent nothing.
 	shutdownTime = 6 * time.Second
 
 	maxHeader = 16 << 10 // bytes of the request line and all headers
 
-	// maxDiscard is how many bytes of an unread body discardBody reads. It is the largest body that
-	// nginx passes on by default, so behind nginx, each body is read to its end.
+	// maxDiscard is how many bytes of an unread body discardBody reads. By default, nginx passes on
+	// no larger body. So behind nginx, discardBody reads each body to its end.
 	maxDiscard = 1 << 20
 )
 
-// serviceHeader has the headers that answer adds to every response.
+// serviceHeader has the headers of every response that answer sends.
 var serviceHeader = http.Header{
 	"Cache-Control":          {"no-store"},
 	"Content-Type":           {"application/json"},
@@ -71,7 +71,7 @@ type request struct {
 	caller []byte // the SHA-256 sum of the API key, or nil before the key is found valid
 
 	// The handler may set status, which is 200 at first, and add to responseHeader. If the handler
-	// returns an error, the response has the status of the error, but still this header.
+	// returns an error, the response has the status of the error, and all of responseHeader.
 	status         int
 	responseHeader http.Header
 }
@@ -133,7 +133,7 @@ func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h hand
 	if s.draining.Load() {
 		r.responseHeader.Set("Connection", "close")
 	}
-	discardBody(r) // before the response is sent
+	discardBody(r)
 
 	content, isJSON := body.([]byte)
 	if !isJSON {
@@ -165,18 +165,19 @@ func errorForClient(err error) *apiError {
 }
 
 // discardBody reads what the handler has not read of the body, up to maxDiscard. Many clients send
-// the whole body before they read the response. If the service closed the connection before the end
-// of the body, the connection would be reset, and the client would miss the response. So even a 401
-// waits for the body, for up to readTimeout. A body that is declared to be larger than maxDiscard
-// is not read.
+// the whole body before they read the response. If the service sent a response and closed the
+// connection while the client still sends, the connection would be reset, and the client could miss
+// the response. So even a 401 waits for the body, for up to readTimeout. A body that is declared to
+// be larger than maxDiscard is not read.
 //
-// net/http itself discards at most 256 KB, and nothing if the client asks to close the connection,
-// as nginx and Python's urllib do.
+// net/http itself discards only some 256 KB, and usually nothing if the client asks to close the
+// connection, as Python's urllib does, and proxies that speak HTTP/1.0.
 func discardBody(r *request) {
-	// A client that sends Expect: 100-continue waits with its body until readBody begins to read.
-	// If readBody did, it has left something to read only after a 413.
-	waits := r.Header.Get("Expect") != "" && r.status != http.StatusRequestEntityTooLarge
-	if !waits && r.ContentLength <= maxDiscard {
+	// With Expect: 100-continue, a client may hold the body back until readBody begins to read it,
+	// which makes net/http send 100 Continue. The rest of such a body is on its way only after a
+	// 413, when readBody has read a part.
+	onItsWay := r.Header.Get("Expect") == "" || r.status == http.StatusRequestEntityTooLarge
+	if onItsWay && r.ContentLength <= maxDiscard {
 		io.CopyN(io.Discard, r.Body, maxDiscard)
 	}
 }
@@ -220,7 +221,7 @@ func (s *server) log(r *request, duration time.Duration, err error) {
 }
 
 // serve accepts connections from ln and answers requests until ctx is cancelled. Then it stops
-// within drainTime and shutdownTime, and returns nil. If it cannot accept connections, it returns
+// within drainTime plus shutdownTime, and returns nil. If it cannot accept connections, it returns
 // an error.
 func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	srv := &http.Server{
@@ -253,6 +254,8 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 
 	grace, cancel := context.WithTimeout(context.Background(), shutdownTime)
 	defer cancel()
+	// While Serve waits for a free file descriptor, it has not noticed that ln is closed. Shutdown
+	// then closes ln again, and returns the error of that, which means nothing.
 	if err := srv.Shutdown(grace); errors.Is(err, context.DeadlineExceeded) {
 		s.logger.Warn("connections were cut off")
 		srv.Close()

@@ -1203,7 +1203,7 @@ func TestStopWithoutDatabase(t *testing.T) {
 	if status := p.wait(); status != 1 {
 		t.Fatalf("the status is %d, want 1", status)
 	}
-	p.log.want(t, `animals.db-wal" belongs to the database that was moved`)
+	p.log.want(t, "the moved database still needs its write-ahead log", `animals.db-wal"`)
 }
 
 func TestMadeKey(t *testing.T) {
@@ -1384,7 +1384,7 @@ func TestDocument(t *testing.T) {
 			fmt.Sprintf("%v seconds to send the headers and %v to send the request",
 				readHeaderTimeout.Seconds(), readTimeout.Seconds()),
 			fmt.Sprintf("sent and read within %v seconds", writeTimeout.Seconds()),
-			fmt.Sprintf("closed after %v seconds", idleTimeout.Seconds()),
+			fmt.Sprintf("closed %v seconds after its last response", idleTimeout.Seconds()),
 			fmt.Sprintf("end within %v seconds", shutdownTime.Seconds()),
 		},
 		create + "description": {

@@ -20,22 +20,18 @@ import (
 )
 
 const (
-	// busyTimeout is how long a statement waits for the lock of another program.
-	busyTimeout = 2 * time.Second
-
-	// idempotencyKeyLifetime is how long an Idempotency-Key is remembered.
-	idempotencyKeyLifetime = 24 * time.Hour
+	busyTimeout            = 2 * time.Second // how long a statement waits for a lock
+	idempotencyKeyLifetime = 24 * time.Hour  // how long an Idempotency-Key is remembered
 
 	// applicationID is PRAGMA application_id of each database of this service: "Pets" in ASCII.
 	applicationID = 0x50657473
 
-	// maxName is the greatest length of a name in characters (Unicode code points). To change it,
-	// also change the CHECK in the schema, with a new migration.
+	// maxName is the greatest length of a name in characters (Unicode code points). openapi.json
+	// and a CHECK in migrations have it, too.
 	maxName = 255
 )
 
-// petStatuses has the values of PetStatus in openapi.json. To change them, also change the CHECK in
-// the schema, with a new migration.
+// petStatuses has the values of PetStatus. openapi.json and a CHECK in migrations have them, too.
 var petStatuses = []string{"available", "pending", "sold"}
 
 // NewPet is a pet as a client sends it. Its status is never empty: parseNewPet fills in the
@@ -66,10 +62,10 @@ type listOptions struct {
 }
 
 // store keeps the pets in an SQLite database. A commit appends to the write-ahead log (WAL), a file
-// with the suffix -wal. SQLite copies the WAL to the database now and then, and when it closes the
-// database: see https://sqlite.org/wal.html.
+// with the suffix -wal. SQLite copies the WAL to the database now and then, and when the last
+// connection closes: see https://sqlite.org/wal.html.
 //
-// create, list and check may be called concurrently.
+// create, list and checkHealth may be called concurrently.
 type store struct {
 	path   string
 	file   os.FileInfo // identifies the file that was opened: see checkPath
@@ -86,12 +82,13 @@ type store struct {
 	insertKey     *sql.Stmt
 	deleteExpired *sql.Stmt // Idempotency-Keys
 
-	nextMu sync.Mutex // guards next and its creations
-	next   *batch     // new creations join it; never nil
+	nextMu sync.Mutex // guards next and next.creations
+	next   *batch     // new creations join it, until commit replaces it; never nil
 }
 
-// exitOnPanic, deferred, ends the program with status 1 after a panic in list or commit, because the
-// connection may stay in use for ever. After other panics, the program goes on: see callHandler.
+// exitOnPanic, deferred, ends the program with status 1 after a panic in list or commit: if a
+// statement panics, database/sql may not release its connection, and later ones would wait for
+// ever. After other panics, the program goes on: see callHandler.
 func (s *store) exitOnPanic() {
 	if p := recover(); p != nil {
 		s.logger.Error("panic in the store", "panic", p, "stack", string(debug.Stack()))
@@ -163,9 +160,9 @@ func (s *store) create(
 ) (stored Pet, replayed bool, err error) {
 	c := &creation{caller: caller, idempotencyKey: idempotencyKey, pet: Pet{NewPet: p}}
 
-	// This is group commit: while one batch is being stored, new creations join the next one. The
-	// first goroutine that calls once.Do stores the whole batch. The others wait in once.Do until
-	// the batch is stored.
+	// This is group commit. Creations join the batch s.next. The first of them commits the batch,
+	// and the others wait in once.Do until it is stored. As commit first waits for the batch
+	// before, more creations can join meanwhile.
 	s.nextMu.Lock()
 	b := s.next
 	b.creations = append(b.creations, c)
@@ -175,15 +172,15 @@ func (s *store) create(
 	return c.pet, c.replayed, cmp.Or(b.err, c.err)
 }
 
-// commit stores b in one transaction, and sets the results of its creations. It first waits for the
-// batch before b. Until then, more creations can join b.
+// commit waits until the batch before b is stored. Then it replaces s.next, which was b, so that no
+// more creations join b. It stores b in one transaction, and sets the results of its creations.
 func (s *store) commit(b *batch) {
 	defer s.exitOnPanic()
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
 
 	s.nextMu.Lock()
-	s.next = new(batch) // now b is complete
+	s.next = new(batch) // now b is complete, and only this goroutine uses it
 	s.nextMu.Unlock()
 
 	b.err = markUnavailable(inTx(s.writer, func(tx *sql.Tx) error {
@@ -223,7 +220,8 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 
 	inserted, err := tx.Stmt(s.insertPet).Exec(p.Name, p.CategoryID, p.Status)
 	if sqliteCode(err) == sqlite3.SQLITE_CONSTRAINT {
-		// Only this statement is undone (without triggers, which are not supported): go on.
+		// SQLite has undone this statement alone, so the transaction can go on. (Only a trigger
+		// could undo more, and triggers are not supported.)
 		c.err = fmt.Errorf("%w: %w", errRefused, err)
 		return nil
 	}
@@ -250,7 +248,7 @@ func openStore(path string, logger *slog.Logger) (*store, error) {
 	s := &store{
 		path:    path,
 		logger:  logger,
-		readers: newPool(path, "ro", max(4, runtime.GOMAXPROCS(0))),
+		readers: newPool(path, "ro", max(4, runtime.GOMAXPROCS(0))), // some may wait for the disk
 		writer:  newPool(path, "rwc", 1),
 		next:    new(batch),
 	}
@@ -278,10 +276,10 @@ func (s *store) open() error {
 	}
 
 	// Commit without a change, for two reasons:
-	//   - This syncs the WAL. A killed process may have left a pet there that is not on disk, and a
-	//     repeat of its create, which writes nothing, would get a 201.
-	//   - This opens the WAL. Later, there may be no free file descriptor, and close deletes only a
-	//     WAL that is open.
+	//   - A killed process may have left a pet in the WAL that is not on disk. SQLite reads it all
+	//     the same, and the repeat of its create would get a 201. This commit syncs the WAL.
+	//   - In a new database, this commit opens the WAL. A create could not, once clients have used
+	//     up the file descriptors. And without a create, close would not delete the WAL.
 	_, err = s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
 	if err != nil {
 		return err
@@ -327,8 +325,8 @@ func (s *store) prepare() error {
 	return failed
 }
 
-// openReaders opens all connections of the readers. Later, there could be another database at the
-// path, or no free file descriptor.
+// openReaders opens all connections of the readers now. While the service runs, the database may be
+// moved, and clients may use up the file descriptors.
 func (s *store) openReaders() error {
 	for range s.readers.Stats().MaxOpenConnections {
 		rows, err := s.selectPets.Query(0, 1)
@@ -345,24 +343,25 @@ func (s *store) close() error {
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
 
-	// If the database was moved, SQLite leaves the WAL at the old path, and would apply it to the
-	// next database there. So copy the WAL to the open database, and empty it.
+	// The last connection to close deletes the WAL, but not if the database was moved. In that
+	// case, the WAL stays at the old path, and SQLite would apply it to the next database there. So
+	// empty the WAL: this copies its content to the open database, wherever that was moved.
 	var err error
 	if s.checkPath() != nil {
-		var busy, ignored int
+		var busy, ignored int // busy is 1 if another program uses the WAL
 		err = s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &ignored, &ignored)
-		if err != nil || busy != 0 { // another program uses the database
-			err = fmt.Errorf("%q belongs to the database that was moved: "+
-				"move it beside that file, under the same name with -wal", s.path+"-wal")
+		if err != nil || busy != 0 {
+			err = fmt.Errorf("the moved database still needs its write-ahead log: if that is %q, "+
+				"move it beside the database, under the same name with -wal", s.path+"-wal")
 		}
 	}
 
-	// The writer closes last: the last connection deletes the WAL, and a read-only one cannot.
+	// The writer closes last, because a read-only connection cannot delete the WAL.
 	return errors.Join(err, s.readers.Close(), s.writer.Close())
 }
 
-// check returns an error if the database is not in its place, or cannot be read.
-func (s *store) check() error {
+// checkHealth returns an error if the database is not in its place, or cannot be read.
+func (s *store) checkHealth() error {
 	if err := s.checkPath(); err != nil {
 		return err
 	}
@@ -391,8 +390,8 @@ func (s *store) checkPath() error {
 var migrations = []string{
 	`PRAGMA application_id = 0x50657473;
 
-	-- AUTOINCREMENT: no id is used again. The CHECKs also hold for edits by other programs. They use
-	-- OR, because for IN, SQLite would build a b-tree at each insert.
+	-- With AUTOINCREMENT, no id is used again. The CHECKs are for edits by other programs; they are
+	-- not all rules of the API. They do not use IN, for which each insert would build a b-tree.
 	CREATE TABLE pets (
 		id INTEGER PRIMARY KEY AUTOINCREMENT CHECK (id > 0),
 		name TEXT NOT NULL CHECK (length(name) BETWEEN 1 AND 255),
@@ -483,7 +482,8 @@ func backup(ctx context.Context, path, target string) error {
 	defer os.Remove(temp.Name() + "-journal") // SQLite leaves one if the disk is full
 	defer temp.Close()
 
-	// With "ro", SQLite would leave a -wal and a -shm beside the database of a stopped service.
+	// If the service is stopped, SQLite makes a -wal and a -shm. With "ro", it could not delete
+	// them.
 	db := newPool(path, "rw", 1)
 	defer db.Close()
 	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", temp.Name()); err != nil {
@@ -508,10 +508,10 @@ func backup(ctx context.Context, path, target string) error {
 	return nil
 }
 
-// verify returns an error if the database at path is empty, damaged, or not one of this version of
-// the service or of an earlier one.
+// verify returns an error if the database at path is empty or damaged, is not one of this service,
+// or was written by a newer version.
 func verify(ctx context.Context, path string) error {
-	db := newPool(path, "rw", 1) // with "ro", SQLite would not verify the CHECKs
+	db := newPool(path, "rw", 1) // with "ro", integrity_check would skip the CHECK constraints
 	defer db.Close()
 
 	return inTx(db, func(tx *sql.Tx) error {
@@ -542,7 +542,7 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 		return err
 	}
 	if err := f(tx); err != nil {
-		tx.Rollback() // not deferred: after a panic in SQLite, it would wait for ever
+		tx.Rollback() // not deferred: after a panic in Stmt.Exec, Rollback would wait for ever
 		return err
 	}
 	return tx.Commit()
@@ -554,7 +554,7 @@ func newPool(path, mode string, size int) *sql.DB {
 	query := url.Values{ // see https://pkg.go.dev/modernc.org/sqlite#Driver.Open
 		"mode":      {mode},
 		"_txlock":   {"immediate"},
-		"_error_rc": {"1"}, // otherwise, an error can have the message of an unrelated one
+		"_error_rc": {"1"}, // otherwise, an error can have the message of an earlier one
 		"_pragma": {
 			fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()),
 			"synchronous(FULL)",
@@ -588,7 +588,7 @@ func sqliteCode(err error) int {
 }
 
 // checkLostDatabase returns an error if there is a WAL at path, but no database, or an empty one.
-// SQLite would delete that WAL. It does not detect a database beside the WAL of another one.
+// SQLite would delete that WAL. Whether a WAL belongs to the database beside it is not checked.
 func checkLostDatabase(path string) error {
 	database, _ := os.Stat(path)
 	wal, _ := os.Stat(path + "-wal")
