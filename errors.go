@@ -27,6 +27,12 @@ var errorCodes = map[int]string{
 	http.StatusUnprocessableEntity:   "idempotency_key_reused",
 	http.StatusInternalServerError:   "internal",
 	http.StatusServiceUnavailable:    "unavailable",
+
+	// These come from net/http: see jsonErrors.
+	http.StatusExpectationFailed:           "expectation_failed",
+	http.StatusRequestHeaderFieldsTooLarge: "headers_too_large",
+	http.StatusNotImplemented:              "not_implemented",
+	http.StatusHTTPVersionNotSupported:     "http_version_not_supported",
 }
 
 // The errors of the store, and errNotFound. errRefused and errUnavailable are wrapped together with

@@ -28,10 +28,10 @@ const (
 	maxIdempotencyKey = 255 // bytes
 )
 
-// routes returns a handler for each pattern of ServeMux, and the handler of all other paths.
-func routes(st *store, k apiKeys) (handlers map[string]handler, fallback handler) {
+// routes returns a handler for each pattern of ServeMux.
+func routes(st *store, k apiKeys) map[string]handler {
 	a := &api{store: st}
-	handlers = map[string]handler{
+	return map[string]handler{
 		"GET /healthz":         a.getHealth,
 		"GET /openapi.json":    getOpenAPI,
 		"GET /v1/pets":         k.requireKey(a.listPets),
@@ -43,8 +43,9 @@ func routes(st *store, k apiKeys) (handlers map[string]handler, fallback handler
 		"/openapi.json":    k.requireKey(methodNotAllowed("GET, HEAD")),
 		"/v1/pets":         k.requireKey(methodNotAllowed("GET, HEAD, POST")),
 		"/v1/pets/{petId}": k.requireKey(methodNotAllowed("GET, HEAD")),
+
+		"/": k.requireKey(unknownPath),
 	}
-	return handlers, k.requireKey(unknownPath)
 }
 
 // api has the handlers that need the store.
@@ -112,10 +113,10 @@ func (a *api) createPet(r *request) (any, error) {
 }
 
 // getPet answers GET /v1/pets/{petId}. There is no SQL for one pet: if the pet exists, the list
-// after id-1 begins with it.
+// after id-1 begins with it. (The least int64 minus 1 is the greatest, and no pet comes after that.)
 func (a *api) getPet(r *request) (any, error) {
 	id, ok := parseInt(r.PathValue("petId"))
-	if !ok || id < 1 {
+	if !ok {
 		return nil, errNotFound
 	}
 	pets, err := a.store.list(listOptions{after: id - 1, limit: 1})
@@ -191,7 +192,7 @@ func parseListOptions(query url.Values) (listOptions, error) {
 				"after must be the last id of a page, an integer from 0 to %d", int64(math.MaxInt64))
 			o.after = n
 		default:
-			f.check(false, "unknown parameter %.64q", name)
+			f.add("unknown parameter %.64q", name)
 		}
 	}
 	return o, f.err()
@@ -245,59 +246,77 @@ func readBody(r *request) ([]byte, error) {
 	return body, nil
 }
 
-// parseNewPet parses body as a NewPet. Its error lists the faults of the members, up to maxFaults.
-//
-// json.Unmarshal into a NewPet would accept repeated and unknown members, null, and names in
-// another case, and would replace invalid Unicode. So parseNewPet goes through the members itself.
+// parseNewPet parses body as a NewPet. Its error is a 400 that lists the faults, up to maxFaults.
 func parseNewPet(body []byte) (NewPet, error) {
 	p := NewPet{Status: "available"}
 	if !utf8.Valid(body) {
 		return p, newError(http.StatusBadRequest, "the body must be UTF-8, and not compressed")
 	}
-	// Check the syntax. Unlike a Decoder, Unmarshal also finds what follows the object.
-	err := json.Unmarshal(body, new(json.RawMessage))
+	members, err := parseObject(body)
 	if err != nil {
 		return p, newError(http.StatusBadRequest, "the body must be one JSON object: %v", err)
-	}
-	d := json.NewDecoder(bytes.NewReader(body))
-	// As the syntax is valid, Token fails only for a number that float64 cannot hold, such as
-	// 1e999. Its error can be ignored, because first is nil then.
-	if first, _ := d.Token(); first != json.Delim('{') {
-		return p, newError(http.StatusBadRequest, "the body must be one JSON object")
 	}
 
 	var f faults
 	seen := map[string]bool{}
-	for d.More() { // none of these calls fails, because the syntax is valid
-		token, _ := d.Token()
-		name := token.(string)
-		var value json.RawMessage
-		d.Decode(&value)
-
-		f.check(!seen[name], "%.64q must not be repeated", name)
-		seen[name] = true
+	for _, m := range members {
+		f.check(!seen[m.name], "%.64q must not be repeated", m.name)
+		seen[m.name] = true
 
 		var ok bool
-		switch name {
+		switch m.name {
 		case "name":
-			p.Name, ok = parseName(value)
+			p.Name, ok = parseName(m.value)
 			f.check(ok, "name must be a string of 1 to %d characters, not all white space, "+
 				"without U+0000, U+FFFD or unpaired surrogates", maxName)
 		case "categoryId":
-			p.CategoryID, ok = parseInt(string(value))
+			p.CategoryID, ok = parseInt(string(m.value))
 			f.check(ok, "categoryId must be an integer from %d to %d, "+
 				"with no fraction, exponent or quotes", int64(math.MinInt64), int64(math.MaxInt64))
 		case "status":
-			p.Status = unquote(value)
+			p.Status = unquote(m.value)
 			f.checkStatus(p.Status)
 		default:
-			f.check(false, "unknown member %.64q", name)
+			f.add("unknown member %.64q", m.name)
 		}
 	}
 
 	f.check(seen["name"], "name is required")
 	f.check(seen["categoryId"], "categoryId is required")
 	return p, f.err()
+}
+
+// member is a member of a JSON object. Its value is valid JSON.
+type member struct {
+	name  string
+	value json.RawMessage
+}
+
+// parseObject parses body, which must be one JSON object, and returns its members as they were
+// sent. json.Unmarshal could decode them into a NewPet, but it accepts repeated and unknown members,
+// null, and member names in another case, and it replaces invalid Unicode.
+func parseObject(body []byte) (members []member, err error) {
+	// Check the syntax. Unlike a Decoder, Unmarshal also finds what follows the object.
+	if err := json.Unmarshal(body, new(json.RawMessage)); err != nil {
+		return nil, err
+	}
+	d := json.NewDecoder(bytes.NewReader(body))
+	if first, err := d.Token(); err != nil || first != json.Delim('{') {
+		return nil, errors.New("it is another value")
+	}
+
+	for d.More() {
+		name, err := d.Token()
+		if err != nil {
+			return nil, err
+		}
+		var value json.RawMessage
+		if err := d.Decode(&value); err != nil {
+			return nil, err
+		}
+		members = append(members, member{name.(string), value})
+	}
+	return members, nil
 }
 
 // unquote returns the string in a valid JSON value, or "" if the value is not a string.
@@ -320,11 +339,18 @@ func parseName(value []byte) (name string, ok bool) {
 // faults lists what is wrong with a request, so that the client can correct it all at once.
 type faults []string
 
-// check adds a fault unless ok is true, or f already has maxFaults. Use %.64q for what the client
-// has sent: it quotes at most 64 characters.
-func (f *faults) check(ok bool, format string, args ...any) {
-	if !ok && len(*f) < maxFaults {
+// add adds a fault, unless f already has maxFaults. Use %.64q for what the client has sent: it
+// quotes at most 64 characters.
+func (f *faults) add(format string, args ...any) {
+	if len(*f) < maxFaults {
 		*f = append(*f, fmt.Sprintf(format, args...))
+	}
+}
+
+// check adds a fault unless ok is true.
+func (f *faults) check(ok bool, format string, args ...any) {
+	if !ok {
+		f.add(format, args...)
 	}
 }
 

@@ -143,8 +143,7 @@ func runService(
 		"version", buildVersion(),
 	)
 
-	handlers, fallback := routes(st, keys)
-	serveErr := newServer(handlers, fallback, logger).serve(ctx, ln)
+	serveErr := newServer(routes(st, keys), logger).serve(ctx, ln)
 	if err := errors.Join(serveErr, st.close()); err != nil {
 		return err
 	}

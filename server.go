@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"crypto/rand"
@@ -78,33 +79,27 @@ type request struct {
 
 // server answers requests with its handlers. It is an http.Handler.
 type server struct {
-	mux      *http.ServeMux
-	fallback handler // for unknown paths
-	logger   *slog.Logger
-	draining atomic.Bool // set when a stop begins: responses then close their connections
+	mux         *http.ServeMux
+	unknownPath handler
+	logger      *slog.Logger
+	draining    atomic.Bool // set when a stop begins: responses then close their connections
 }
 
-// newServer returns a server with these handlers, by pattern of ServeMux. fallback answers the
-// requests for all other paths.
-func newServer(handlers map[string]handler, fallback handler, logger *slog.Logger) *server {
-	s := &server{mux: http.NewServeMux(), fallback: fallback, logger: logger}
-	s.handle("/", fallback)
+// newServer returns a server with these handlers, by pattern of ServeMux. One of the patterns is "/",
+// for unknown paths.
+func newServer(handlers map[string]handler, logger *slog.Logger) *server {
+	s := &server{mux: http.NewServeMux(), unknownPath: handlers["/"], logger: logger}
 	for pattern, h := range handlers {
-		s.handle(pattern, h)
+		s.mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) { s.answer(w, r, h) })
 	}
 	return s
-}
-
-// handle makes h answer the requests that match pattern.
-func (s *server) handle(pattern string, h handler) {
-	s.mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) { s.answer(w, r, h) })
 }
 
 // ServeHTTP answers a request with the handler of its route.
 func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	// A path that is not clean, such as //v1/pets, is unknown. ServeMux would redirect it.
 	if p := r.URL.EscapedPath(); p != path.Clean("/"+p) {
-		s.answer(w, r, s.fallback)
+		s.answer(w, r, s.unknownPath)
 		return
 	}
 	s.mux.ServeHTTP(w, r)
@@ -130,7 +125,8 @@ func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h hand
 	if r.status == http.StatusServiceUnavailable {
 		r.responseHeader.Set("Retry-After", "1") // seconds
 	}
-	if s.draining.Load() {
+	// A client without a valid API key must not hold a connection for idleTimeout.
+	if r.caller == nil || s.draining.Load() {
 		r.responseHeader.Set("Connection", "close")
 	}
 	discardBody(r)
@@ -174,12 +170,13 @@ func errorForClient(err error) *apiError {
 // connection, as Python's urllib does, and proxies that speak HTTP/1.0.
 func discardBody(r *request) {
 	// With Expect: 100-continue, a client may hold the body back until readBody begins to read it,
-	// which makes net/http send 100 Continue. The rest of such a body is on its way only after a
-	// 413, when readBody has read a part.
-	onItsWay := r.Header.Get("Expect") == "" || r.status == http.StatusRequestEntityTooLarge
-	if onItsWay && r.ContentLength <= maxDiscard {
-		io.CopyN(io.Discard, r.Body, maxDiscard)
+	// which makes net/http send 100 Continue. Only before a 413 has readBody left a part of such a
+	// body, which is on its way then.
+	heldBack := r.Header.Get("Expect") != "" && r.status != http.StatusRequestEntityTooLarge
+	if heldBack || r.ContentLength > maxDiscard {
+		return
 	}
+	io.CopyN(io.Discard, r.Body, maxDiscard)
 }
 
 // encode returns v as JSON, followed by a line break. It does not escape <, > and &. It panics if v
@@ -197,27 +194,27 @@ func encode(v any) []byte {
 // log logs a request, the status of its response, and the error of its handler unless that is nil.
 func (s *server) log(r *request, duration time.Duration, err error) {
 	// The method and the path are cut, because clients decide how long they are.
-	attrs := []slog.Attr{
-		slog.String("id", r.id),
-		slog.String("client", r.RemoteAddr),
-		slog.String("method", fmt.Sprintf("%.20s", r.Method)),
-		slog.String("path", fmt.Sprintf("%.1000s", r.URL.Path)),
-		slog.Int("status", r.status),
-		slog.Duration("duration", duration),
+	args := []any{
+		"id", r.id,
+		"client", r.RemoteAddr,
+		"method", fmt.Sprintf("%.20s", r.Method),
+		"path", fmt.Sprintf("%.1000s", r.URL.Path),
+		"status", r.status,
+		"duration", duration,
 	}
 	if r.caller != nil {
 		// Four bytes are enough to tell keys apart.
-		attrs = append(attrs, slog.String("key_sha256", hex.EncodeToString(r.caller[:4])))
+		args = append(args, "key_sha256", hex.EncodeToString(r.caller[:4]))
 	}
 	if err != nil {
-		attrs = append(attrs, slog.Any("error", err))
+		args = append(args, "error", err)
 	}
 
 	level := slog.LevelInfo
 	if r.status >= http.StatusInternalServerError {
 		level = slog.LevelError
 	}
-	s.logger.LogAttrs(r.Context(), level, "request", attrs...)
+	s.logger.Log(r.Context(), level, "request", args...)
 }
 
 // serve accepts connections from ln and answers requests until ctx is cancelled. Then it stops
@@ -237,7 +234,7 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	}
 
 	served := make(chan error, 1)
-	go func() { served <- srv.Serve(ln) }()
+	go func() { served <- srv.Serve(jsonErrors{ln}) }()
 	select {
 	case err := <-served:
 		return err
@@ -254,11 +251,57 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 
 	grace, cancel := context.WithTimeout(context.Background(), shutdownTime)
 	defer cancel()
-	// While Serve waits for a free file descriptor, it has not noticed that ln is closed. Shutdown
-	// then closes ln again, and returns the error of that, which means nothing.
+	// Shutdown may also return the error of closing ln a second time, which means nothing.
 	if err := srv.Shutdown(grace); errors.Is(err, context.DeadlineExceeded) {
 		s.logger.Warn("connections were cut off")
 		srv.Close()
+	}
+	return nil
+}
+
+// jsonErrors is a listener for connections that send the errors of net/http itself as apiErrors.
+// net/http answers invalid HTTP in plain text, and no handler sees such a request.
+type jsonErrors struct{ net.Listener }
+
+func (l jsonErrors) Accept() (net.Conn, error) {
+	conn, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return jsonErrorConn{conn}, nil
+}
+
+// jsonErrorConn is a connection of jsonErrors.
+type jsonErrorConn struct{ net.Conn }
+
+// Write sends b. If b is an error of net/http itself, it sends an apiError with the same status
+// instead. net/http writes such an error with a single Write, and without the X-Request-Id that
+// every response of answer has.
+func (c jsonErrorConn) Write(b []byte) (int, error) {
+	if !bytes.HasPrefix(b, []byte("HTTP/")) || bytes.Contains(b, []byte("X-Request-Id")) {
+		return c.Conn.Write(b)
+	}
+	// A part of a body may begin with HTTP/, too, but JSON has no empty line, which ends the headers.
+	response, err := http.ReadResponse(bufio.NewReader(bytes.NewReader(b)), nil)
+	if err != nil || errorCodes[response.StatusCode] == "" { // such as 100 Continue
+		return c.Conn.Write(b)
+	}
+
+	content := encode(newError(response.StatusCode, "%s", response.Status))
+	response.Header = serviceHeader
+	response.Body = io.NopCloser(bytes.NewReader(content))
+	response.ContentLength = int64(len(content))
+	var replacement bytes.Buffer
+	response.Write(&replacement)
+	_, err = c.Conn.Write(replacement.Bytes())
+	return len(b), err
+}
+
+// CloseWrite lets net/http close the connection in two steps, so that a client that is still sending
+// receives the response.
+func (c jsonErrorConn) CloseWrite() error {
+	if conn, ok := c.Conn.(*net.TCPConn); ok {
+		return conn.CloseWrite()
 	}
 	return nil
 }

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"database/sql"
 	"errors"
@@ -68,14 +67,15 @@ type listOptions struct {
 // create, list and checkHealth may be called concurrently.
 type store struct {
 	path   string
-	file   os.FileInfo // identifies the file that was opened: see checkPath
+	files  map[string]os.FileInfo // the files that were opened, by suffix: see checkFiles
 	logger *slog.Logger
 
 	readers        *sql.DB // for lists
 	selectPets     *sql.Stmt
 	selectByStatus *sql.Stmt
 
-	writerMu      sync.Mutex // held while a batch is stored; lock it before nextMu
+	writerMu      sync.Mutex // held while a batch is stored, guards lastCheck; lock it before nextMu
+	lastCheck     time.Time  // when commit last found all files in their place
 	writer        *sql.DB    // one connection, for creates
 	insertPet     *sql.Stmt
 	selectKey     *sql.Stmt // an Idempotency-Key, with the first response to it
@@ -137,7 +137,7 @@ type creation struct {
 // batch has the creations that one transaction stores.
 type batch struct {
 	creations []*creation
-	once      sync.Once // calls commit
+	committed sync.Once // runs commit
 	err       error     // of the transaction
 }
 
@@ -160,16 +160,20 @@ func (s *store) create(
 ) (stored Pet, replayed bool, err error) {
 	c := &creation{caller: caller, idempotencyKey: idempotencyKey, pet: Pet{NewPet: p}}
 
-	// This is group commit. Creations join the batch s.next. The first of them commits the batch,
-	// and the others wait in once.Do until it is stored. As commit first waits for the batch
-	// before, more creations can join meanwhile.
+	// This is group commit: creations that arrive while one batch is being stored join the next
+	// batch, s.next, and one transaction stores them all.
 	s.nextMu.Lock()
 	b := s.next
 	b.creations = append(b.creations, c)
 	s.nextMu.Unlock()
 
-	b.once.Do(func() { s.commit(b) })
-	return c.pet, c.replayed, cmp.Or(b.err, c.err)
+	// Once.Do runs commit for the first creation of b. For the others, it waits until commit has
+	// returned.
+	b.committed.Do(func() { s.commit(b) })
+	if b.err != nil {
+		return Pet{}, false, b.err
+	}
+	return c.pet, c.replayed, c.err
 }
 
 // commit waits until the batch before b is stored. Then it replaces s.next, which was b, so that no
@@ -184,10 +188,20 @@ func (s *store) commit(b *batch) {
 	s.nextMu.Unlock()
 
 	b.err = markUnavailable(inTx(s.writer, func(tx *sql.Tx) error {
-		if err := s.checkPath(); err != nil {
+		now := time.Now()
+		suffixes := []string{""}
+		// On Linux, a look at the WAL makes the next write to it slower: look once a second.
+		lookAtAll := now.Sub(s.lastCheck) >= time.Second
+		if lookAtAll {
+			suffixes = append(suffixes, "-wal", "-shm")
+		}
+		if err := s.checkFiles(suffixes...); err != nil {
 			return fmt.Errorf("%w: %w", errUnavailable, err)
 		}
-		now := time.Now()
+		if lookAtAll {
+			s.lastCheck = now
+		}
+
 		for _, c := range b.creations {
 			if err := s.insert(tx, c, now); err != nil {
 				return err
@@ -247,6 +261,7 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 func openStore(path string, logger *slog.Logger) (*store, error) {
 	s := &store{
 		path:    path,
+		files:   map[string]os.FileInfo{},
 		logger:  logger,
 		readers: newPool(path, "ro", max(4, runtime.GOMAXPROCS(0))), // some may wait for the disk
 		writer:  newPool(path, "rwc", 1),
@@ -260,7 +275,7 @@ func openStore(path string, logger *slog.Logger) (*store, error) {
 
 // open opens the database, brings it up to date, and prepares the statements.
 func (s *store) open() error {
-	if err := checkLostDatabase(s.path); err != nil {
+	if err := checkPath(s.path); err != nil {
 		return err
 	}
 	oldVersion, err := migrate(s.writer, migrations)
@@ -275,17 +290,13 @@ func (s *store) open() error {
 		return errors.New("SQLite cannot use a write-ahead log here")
 	}
 
-	// Commit without a change, for two reasons:
-	//   - A killed process may have left a pet in the WAL that is not on disk. SQLite reads it all
-	//     the same, and the repeat of its create would get a 201. This commit syncs the WAL.
-	//   - In a new database, this commit opens the WAL. A create could not, once clients have used
-	//     up the file descriptors. And without a create, close would not delete the WAL.
-	_, err = s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
-	if err != nil {
+	if err := s.firstCommit(); err != nil {
 		return err
 	}
-	if s.file, err = os.Stat(s.path); err != nil {
-		return err
+	for _, suffix := range []string{"", "-wal", "-shm"} {
+		if s.files[suffix], err = os.Stat(s.path + suffix); err != nil {
+			return err
+		}
 	}
 	if err := s.prepare(); err != nil {
 		return err
@@ -299,30 +310,50 @@ func (s *store) open() error {
 	return nil
 }
 
+// firstCommit commits before there are requests. It changes nothing, because it sets the schema
+// version to what it is. It has two purposes:
+//   - A killed process may have left a pet in the WAL that is not on disk. SQLite reads it all the
+//     same, and the repeat of its create would get a 201. This commit syncs the WAL.
+//   - In a new database, this commit opens the WAL. A create could not, once clients have used up
+//     the file descriptors. And without a create, close would not delete the WAL.
+func (s *store) firstCommit() error {
+	_, err := s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
+	return err
+}
+
+// The SQL of the prepared statements.
+const (
+	selectPetsSQL     = `SELECT ` + petColumns + ` FROM pets WHERE id > ? ORDER BY id LIMIT ?`
+	selectByStatusSQL = `SELECT ` + petColumns + ` FROM pets WHERE status = ? AND id > ?
+		ORDER BY id LIMIT ?`
+
+	insertPetSQL = `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`
+	selectKeySQL = `SELECT ` + petColumns + ` FROM idempotency_keys
+		WHERE caller = ? AND key = ? AND created >= ?`
+	// REPLACE, because there may be an expired row with this key. The pet of the row is copied from
+	// its table.
+	insertKeySQL = `REPLACE INTO idempotency_keys (caller, key, created, ` + petColumns + `)
+		SELECT ?, ?, ?, ` + petColumns + ` FROM pets WHERE id = ?`
+	deleteExpiredSQL = `DELETE FROM idempotency_keys WHERE (caller, key) IN
+		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT 2)`
+)
+
 // prepare prepares the statements.
 func (s *store) prepare() error {
-	var failed error // the first one
+	var errs error
 	statement := func(db *sql.DB, query string) *sql.Stmt {
 		prepared, err := db.Prepare(query)
-		failed = cmp.Or(failed, err)
+		errs = errors.Join(errs, err)
 		return prepared
 	}
 
-	s.selectPets = statement(s.readers, `SELECT `+petColumns+` FROM pets
-		WHERE id > ? ORDER BY id LIMIT ?`)
-	s.selectByStatus = statement(s.readers, `SELECT `+petColumns+` FROM pets
-		WHERE status = ? AND id > ? ORDER BY id LIMIT ?`)
-
-	s.insertPet = statement(s.writer, `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`)
-	s.selectKey = statement(s.writer, `SELECT `+petColumns+` FROM idempotency_keys
-		WHERE caller = ? AND key = ? AND created >= ?`)
-	// REPLACE, because there may be an expired row with this key.
-	s.insertKey = statement(s.writer, `REPLACE INTO idempotency_keys
-		(caller, key, created, `+petColumns+`)
-		SELECT ?, ?, ?, `+petColumns+` FROM pets WHERE id = ?`)
-	s.deleteExpired = statement(s.writer, `DELETE FROM idempotency_keys WHERE (caller, key) IN
-		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT 2)`)
-	return failed
+	s.selectPets = statement(s.readers, selectPetsSQL)
+	s.selectByStatus = statement(s.readers, selectByStatusSQL)
+	s.insertPet = statement(s.writer, insertPetSQL)
+	s.selectKey = statement(s.writer, selectKeySQL)
+	s.insertKey = statement(s.writer, insertKeySQL)
+	s.deleteExpired = statement(s.writer, deleteExpiredSQL)
+	return errs
 }
 
 // openReaders opens all connections of the readers now. While the service runs, the database may be
@@ -343,41 +374,56 @@ func (s *store) close() error {
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
 
-	// The last connection to close deletes the WAL, but not if the database was moved. In that
-	// case, the WAL stays at the old path, and SQLite would apply it to the next database there. So
-	// empty the WAL: this copies its content to the open database, wherever that was moved.
+	// The last connection to close deletes the WAL, but not if the database was moved. SQLite would
+	// apply the WAL that stays to the next database at this path.
+	//
+	// If only the WAL was moved, do not empty it: another program may have begun a new one, and the
+	// content of both would destroy the database.
 	var err error
-	if s.checkPath() != nil {
-		var busy, ignored int // busy is 1 if another program uses the WAL
-		err = s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &ignored, &ignored)
-		if err != nil || busy != 0 {
-			err = fmt.Errorf("the moved database still needs its write-ahead log: if that is %q, "+
-				"move it beside the database, under the same name with -wal", s.path+"-wal")
-		}
+	if s.checkFiles("") != nil {
+		err = s.emptyWAL()
 	}
 
 	// The writer closes last, because a read-only connection cannot delete the WAL.
 	return errors.Join(err, s.readers.Close(), s.writer.Close())
 }
 
+// emptyWAL copies the content of the WAL to the database that is open, wherever that was moved, and
+// truncates the WAL.
+func (s *store) emptyWAL() error {
+	var busy, ignored int
+	err := s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &ignored, &ignored)
+	if err == nil && busy != 0 {
+		err = errors.New("another program uses it")
+	}
+	if err != nil {
+		return fmt.Errorf("the moved database still needs its write-ahead log (%w): if that is %q, "+
+			"move it beside the database, under the same name with -wal", err, s.path+"-wal")
+	}
+	return nil
+}
+
 // checkHealth returns an error if the database is not in its place, or cannot be read.
 func (s *store) checkHealth() error {
-	if err := s.checkPath(); err != nil {
+	if err := s.checkFiles("", "-wal", "-shm"); err != nil {
 		return err
 	}
 	_, err := s.list(listOptions{limit: 1})
 	return err
 }
 
-// checkPath returns an error if the file at the path is not the database that was opened. SQLite
-// would go on to write to the one that it opened, where the next process would not look.
-func (s *store) checkPath() error {
-	file, err := os.Stat(s.path)
-	if err == nil && !os.SameFile(file, s.file) {
-		err = fmt.Errorf("%q is another file", s.path)
-	}
-	if err != nil {
-		return fmt.Errorf("the database is not in its place: %w", err)
+// checkFiles returns an error if a file with one of these suffixes was moved, deleted or replaced:
+// "" is the database, "-wal" its WAL, and "-shm" the index of the WAL. SQLite would go on with the
+// file that it opened, where no other process would look.
+func (s *store) checkFiles(suffixes ...string) error {
+	for _, suffix := range suffixes {
+		file, err := os.Stat(s.path + suffix)
+		if err == nil && !os.SameFile(file, s.files[suffix]) {
+			err = fmt.Errorf("%q is another file", s.path+suffix)
+		}
+		if err != nil {
+			return fmt.Errorf("the database is not in its place: %w", err)
+		}
 	}
 	return nil
 }
@@ -465,7 +511,7 @@ func readSchemaVersion(tx *sql.Tx, newest int) (version int, err error) {
 // backup writes a copy of the database at path, which may be in use, to the new file target. The
 // copy gets that name only after it is verified and on disk.
 func backup(ctx context.Context, path, target string) error {
-	if err := checkLostDatabase(path); err != nil {
+	if err := checkPath(path); err != nil {
 		return err
 	}
 	// SQLite would apply an old -wal or -journal of this name to the copy.
@@ -587,14 +633,19 @@ func sqliteCode(err error) int {
 	return 0
 }
 
-// checkLostDatabase returns an error if there is a WAL at path, but no database, or an empty one.
-// SQLite would delete that WAL. Whether a WAL belongs to the database beside it is not checked.
-func checkLostDatabase(path string) error {
-	database, _ := os.Stat(path)
+// checkPath returns an error if SQLite must not open the database at path:
+//   - There is a WAL but no database, or an empty one. SQLite would delete the WAL. (Whether a WAL
+//     belongs to the database beside it is not checked.)
+//   - The database is a symbolic link. Its WAL is beside the file that the link leads to.
+func checkPath(path string) error {
+	database, _ := os.Lstat(path)
+	if database != nil && database.Mode().Type() == os.ModeSymlink {
+		return errors.New("it is a symbolic link: name the file that it leads to")
+	}
 	wal, _ := os.Stat(path + "-wal")
 	if (database == nil || database.Size() == 0) && wal != nil && wal.Size() > 0 {
-		return fmt.Errorf("there is a write-ahead log, %q, but no database: "+
-			"put its database back, or move the log away to begin with an empty database", path+"-wal")
+		return fmt.Errorf("there is a write-ahead log, %q, but no database: put its database back",
+			path+"-wal")
 	}
 	return nil
 }
