@@ -98,22 +98,22 @@ func (a *api) createPet(r *request) (any, error) {
 		return nil, err
 	}
 
-	stored, replayed, err := a.store.create(r.caller, idempotencyKey, p)
-	if err != nil {
+	c := &creation{caller: r.caller, idempotencyKey: idempotencyKey, pet: Pet{NewPet: p}}
+	if err := a.store.create(c); err != nil {
 		return nil, err
 	}
 
 	r.status = http.StatusCreated
 	// The URL of the new pet (RFC 9110) is that of getPet, and works until getPet is removed.
-	r.responseHeader.Set("Location", "pets/"+strconv.FormatInt(stored.ID, 10))
-	if replayed {
+	r.responseHeader.Set("Location", "pets/"+strconv.FormatInt(c.pet.ID, 10))
+	if c.replayed {
 		r.responseHeader.Set("Idempotency-Replayed", "true")
 	}
-	return stored, nil
+	return c.pet, nil
 }
 
 // getPet answers GET /v1/pets/{petId}. There is no SQL for one pet: if the pet exists, the list
-// after id-1 begins with it. (The least int64 minus 1 is the greatest, and no pet comes after that.)
+// after id-1 begins with it. (For the least int64, id-1 is the greatest, after which there is none.)
 func (a *api) getPet(r *request) (any, error) {
 	id, ok := parseInt(r.PathValue("petId"))
 	if !ok {
@@ -293,8 +293,8 @@ type member struct {
 }
 
 // parseObject parses body, which must be one JSON object, and returns its members as they were
-// sent. json.Unmarshal could decode them into a NewPet, but it accepts repeated and unknown members,
-// null, and member names in another case, and it replaces invalid Unicode.
+// sent. (json.Unmarshal into a NewPet accepts repeated and unknown members, null, and member names
+// in another case, and it replaces invalid Unicode.)
 func parseObject(body []byte) (members []member, err error) {
 	// Check the syntax. Unlike a Decoder, Unmarshal also finds what follows the object.
 	if err := json.Unmarshal(body, new(json.RawMessage)); err != nil {

@@ -85,8 +85,8 @@ type server struct {
 	draining    atomic.Bool // set when a stop begins: responses then close their connections
 }
 
-// newServer returns a server with these handlers, by pattern of ServeMux. One of the patterns is "/",
-// for unknown paths.
+// newServer returns a server with these handlers, by pattern of ServeMux. One of the patterns is
+// "/", for unknown paths.
 func newServer(handlers map[string]handler, logger *slog.Logger) *server {
 	s := &server{mux: http.NewServeMux(), unknownPath: handlers["/"], logger: logger}
 	for pattern, h := range handlers {
@@ -281,7 +281,7 @@ func (c jsonErrorConn) Write(b []byte) (int, error) {
 	if !bytes.HasPrefix(b, []byte("HTTP/")) || bytes.Contains(b, []byte("X-Request-Id")) {
 		return c.Conn.Write(b)
 	}
-	// A part of a body may begin with HTTP/, too, but JSON has no empty line, which ends the headers.
+	// A part of a body may begin with HTTP/, too, but it has no empty line, which ends the headers.
 	response, err := http.ReadResponse(bufio.NewReader(bytes.NewReader(b)), nil)
 	if err != nil || errorCodes[response.StatusCode] == "" { // such as 100 Continue
 		return c.Conn.Write(b)
@@ -297,8 +297,8 @@ func (c jsonErrorConn) Write(b []byte) (int, error) {
 	return len(b), err
 }
 
-// CloseWrite lets net/http close the connection in two steps, so that a client that is still sending
-// receives the response.
+// CloseWrite lets net/http close the connection in two steps, so that a client that is still
+// sending receives the response.
 func (c jsonErrorConn) CloseWrite() error {
 	if conn, ok := c.Conn.(*net.TCPConn); ok {
 		return conn.CloseWrite()

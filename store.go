@@ -74,8 +74,8 @@ type store struct {
 	selectPets     *sql.Stmt
 	selectByStatus *sql.Stmt
 
-	writerMu      sync.Mutex // held while a batch is stored, guards lastCheck; lock it before nextMu
-	lastCheck     time.Time  // when commit last found all files in their place
+	writerMu      sync.Mutex // held while a batch is stored; lock it before nextMu
+	lastCheck     time.Time  // when commit last found all files in place, guarded by writerMu
 	writer        *sql.DB    // one connection, for creates
 	insertPet     *sql.Stmt
 	selectKey     *sql.Stmt // an Idempotency-Key, with the first response to it
@@ -128,7 +128,7 @@ func (s *store) list(o listOptions) ([]Pet, error) {
 type creation struct {
 	caller         []byte // the SHA-256 sum of an API key
 	idempotencyKey string // "" for none
-	pet            Pet    // its id is 0 until it is inserted
+	pet            Pet    // its id is 0 until it is stored
 
 	replayed bool  // pet was stored by an earlier request with idempotencyKey
 	err      error // of this pet alone: errIdempotencyKeyReused or errRefused
@@ -141,25 +141,19 @@ type batch struct {
 	err       error     // of the transaction
 }
 
-// create stores p for a caller. It returns p with its id once p is on disk.
+// create stores the pet of c, and sets its id. It returns once the pet is on disk.
 //
-// If the caller has used idempotencyKey ("" for none) within idempotencyKeyLifetime, create stores
-// nothing. It returns the pet of the first response and sets replayed, or it returns
-// errIdempotencyKeyReused if p differs from that pet.
+// If the caller has used the Idempotency-Key within idempotencyKeyLifetime, create stores nothing.
+// It sets c.pet to that of the first response, and c.replayed, or it returns
+// errIdempotencyKeyReused if the two pets differ.
 //
-// After errIdempotencyKeyReused, errRefused or errUnavailable, p is not stored. After any other
-// error, p may be stored. While another program locks the database, create takes at most twice
-// busyTimeout: first the batch before may wait for the lock, and then the batch of p.
+// After errIdempotencyKeyReused, errRefused or errUnavailable, the pet is not stored. After any
+// other error, it may be stored. While another program locks the database, create takes at most
+// twice busyTimeout: first the batch before may wait for the lock, and then the batch of c.
 //
-// It takes no context: p shares a transaction with other pets, which must be stored even if the
-// client of p disconnects.
-func (s *store) create(
-	caller []byte,
-	idempotencyKey string,
-	p NewPet,
-) (stored Pet, replayed bool, err error) {
-	c := &creation{caller: caller, idempotencyKey: idempotencyKey, pet: Pet{NewPet: p}}
-
+// It takes no context: the pet shares a transaction with others, which must be stored even if its
+// client disconnects.
+func (s *store) create(c *creation) error {
 	// This is group commit: creations that arrive while one batch is being stored join the next
 	// batch, s.next, and one transaction stores them all.
 	s.nextMu.Lock()
@@ -171,9 +165,9 @@ func (s *store) create(
 	// returned.
 	b.committed.Do(func() { s.commit(b) })
 	if b.err != nil {
-		return Pet{}, false, b.err
+		return b.err
 	}
-	return c.pet, c.replayed, c.err
+	return c.err
 }
 
 // commit waits until the batch before b is stored. Then it replaces s.next, which was b, so that no
@@ -330,8 +324,7 @@ const (
 	insertPetSQL = `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`
 	selectKeySQL = `SELECT ` + petColumns + ` FROM idempotency_keys
 		WHERE caller = ? AND key = ? AND created >= ?`
-	// REPLACE, because there may be an expired row with this key. The pet of the row is copied from
-	// its table.
+	// REPLACE, because there may be an expired row with this key. The pet is copied from pets.
 	insertKeySQL = `REPLACE INTO idempotency_keys (caller, key, created, ` + petColumns + `)
 		SELECT ?, ?, ?, ` + petColumns + ` FROM pets WHERE id = ?`
 	deleteExpiredSQL = `DELETE FROM idempotency_keys WHERE (caller, key) IN
