@@ -601,6 +601,8 @@ func TestClientThatIsGone(t *testing.T) {
 	wantPets(t, s.file, 1)
 }
 
+// The log, and a panic.
+
 // TestLog sends requests, which must each log a line like this.
 func TestLog(t *testing.T) {
 	t.Parallel()
