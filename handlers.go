@@ -28,7 +28,7 @@ const (
 	maxIdempotencyKey = 255 // bytes
 )
 
-// routes returns a handler for each pattern of ServeMux.
+// routes returns the handlers, by pattern of ServeMux.
 func routes(st *store, k apiKeys) map[string]handler {
 	a := &api{store: st}
 	return map[string]handler{

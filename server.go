@@ -35,8 +35,8 @@ const (
 	// the service closes the connection.
 	idleTimeout = 150 * time.Second
 
-	// drainTime is how long open connections are still served after a stop signal. It is longer
-	// than a request is on its way, even from another continent.
+	// drainTime is how long new requests on open connections are still served after a stop signal.
+	// It is longer than a request is on its way, even from another continent.
 	drainTime = 250 * time.Millisecond
 
 	// shutdownTime is how long requests in progress may take after drainTime. It is longer than the
@@ -169,9 +169,9 @@ func errorForClient(err error) *apiError {
 // net/http itself discards only some 256 KB, and usually nothing if the client asks to close the
 // connection, as Python's urllib does, and proxies that speak HTTP/1.0.
 func discardBody(r *request) {
-	// With Expect: 100-continue, a client may hold the body back until readBody begins to read it,
-	// which makes net/http send 100 Continue. Only before a 413 has readBody left a part of such a
-	// body, which is on its way then.
+	// With Expect: 100-continue, a client may hold the body back until readBody reads from it, and
+	// net/http sends 100 Continue. A 413 means that readBody has read a part, so the rest is on its
+	// way.
 	heldBack := r.Header.Get("Expect") != "" && r.status != http.StatusRequestEntityTooLarge
 	if heldBack || r.ContentLength > maxDiscard {
 		return
@@ -275,8 +275,9 @@ func (l jsonErrors) Accept() (net.Conn, error) {
 type jsonErrorConn struct{ net.Conn }
 
 // Write sends b. If b is an error of net/http itself, it sends an apiError with the same status
-// instead. net/http writes such an error with a single Write, and without the X-Request-Id that
-// every response of answer has.
+// instead. net/http writes such an error with a single Write, and without an X-Request-Id. Every
+// response of answer has an X-Request-Id in its first Write, because its headers fit the buffer of
+// net/http, 4 KiB.
 func (c jsonErrorConn) Write(b []byte) (int, error) {
 	if !bytes.HasPrefix(b, []byte("HTTP/")) || bytes.Contains(b, []byte("X-Request-Id")) {
 		return c.Conn.Write(b)

@@ -64,7 +64,7 @@ func TestMain(m *testing.M) {
 // rex is a body that adds an animal.
 const rex = `{"name":"Rex","categoryId":7}`
 
-// Messages that several tests expect.
+// Messages of errors.
 const (
 	limitRule  = "limit must be an integer from 1 to 100"
 	afterRule  = "after must be the last id of a page, an integer from 0 to 9223372036854775807"
@@ -147,7 +147,7 @@ func TestListPets(t *testing.T) {
 		"Range: bytes=0-3", "Idempotency-Key: a b").want(t, 200)
 }
 
-// TestListPetsRefuses lists animals with queries that must get 400 with this message.
+// TestListPetsRefuses lists animals with queries that must get 400, with the message of the case.
 func TestListPetsRefuses(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -183,6 +183,9 @@ func TestListPetsRefuses(t *testing.T) {
 	}
 }
 
+// largest is a body of the largest size that is accepted.
+var largest = rex + strings.Repeat(" ", 64<<10-len(rex))
+
 // TestCreatePet adds animals that must be stored, and come back, as they were sent. FuzzCreatePet
 // does so with more bodies.
 func TestCreatePet(t *testing.T) {
@@ -210,9 +213,6 @@ func TestCreatePet(t *testing.T) {
 	s := newService(t)
 	s.do("POST /v1/pets?limit=x&a;b&%zz", rex).wantNew(t, 1) // ignores the query
 }
-
-// largest is a body of the largest size that is accepted.
-var largest = rex + strings.Repeat(" ", 64<<10-len(rex))
 
 // TestCreatePetRefuses adds animals with bodies that must get 400 with this message, and store
 // nothing.
@@ -272,7 +272,7 @@ func TestCreatePetRefuses(t *testing.T) {
 	}
 	s.create(largest+" ").
 		wantError(t, 413, "the request body is larger than 65536 bytes")
-	wantPets(t, s.file, 0)
+	wantPetCount(t, s.file, 0)
 }
 
 // TestHeadersOfCreatePet adds an animal with headers that must be accepted, and with others that
@@ -315,7 +315,7 @@ func TestHeadersOfCreatePet(t *testing.T) {
 		wantError(t, 415, mediaType+`"application/json, application/json"`)
 	s.create(rex, `Content-Type: application/json; a="x`, `Content-Type: y"`).
 		wantError(t, 415, mediaType+`"application/json; a=\"x, y\""`)
-	wantPets(t, s.file, 3)
+	wantPetCount(t, s.file, 3)
 }
 
 // TestGetPet fetches animals that exist and others that do not: each response must say that the
@@ -373,7 +373,7 @@ func TestOtherPathsAndMethods(t *testing.T) {
 		wantHeader(t, "Connection", "close")
 	s.do("HEAD /healthz", "", noAPIKey).want(t, 200)
 	s.get("/openapi.json", noAPIKey).want(t, 200).wantBody(t, string(openAPI))
-	wantPets(t, s.file, 24)
+	wantPetCount(t, s.file, 24)
 }
 
 // TestAPIKeys lists animals with different Authorization headers. A 401 must have a challenge,
@@ -443,7 +443,7 @@ func TestPaging(t *testing.T) {
 	listed := map[int64]int{} // how often, by id
 	page, err := url.Parse("https://example.com/shop/v1/pets?limit=4&status=sold")
 	must(t, err)
-	for range 10 { // pages: each has 4 animals, and each time, one animal is added
+	for range 10 { // pages of up to 4 animals, for 30 animals and 9 that are added meanwhile
 		resp := s.get(strings.TrimPrefix(page.RequestURI(), "/shop")).want(t, 200)
 		var last int64
 		for _, p := range decode[[]Pet](t, resp.body) {
@@ -472,29 +472,29 @@ func TestIdempotencyKey(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 
-	s.create(`{"name":1}`, key("k")).want(t, 400) // does not use up the key
-	first := s.create(rex, key("k")).wantNew(t, 1)
+	s.create(`{"name":1}`, idempotencyKey("k")).want(t, 400) // does not use up the key
+	first := s.create(rex, idempotencyKey("k")).wantNew(t, 1)
 	s.create(rex).wantNew(t, 2)
-	s.create(rex, key("K")).wantNew(t, 3)
-	s.create(rex, key("k"), "Authorization: Bearer "+otherKey).wantNew(t, 4)
+	s.create(rex, idempotencyKey("K")).wantNew(t, 3)
+	s.create(rex, idempotencyKey("k"), "Authorization: Bearer "+otherKey).wantNew(t, 4)
 
-	s.create(rex, key("k")).wantRepeat(t, first)
-	s.create(`{"status":"available","categoryId":7,"n\u0061me":"Rex"}`, key("k")).
+	s.create(rex, idempotencyKey("k")).wantRepeat(t, first)
+	s.create(`{"status":"available","categoryId":7,"n\u0061me":"Rex"}`, idempotencyKey("k")).
 		wantRepeat(t, first)
 	execSQL(t, s.file, "UPDATE pets SET name = 'x', category_id = 1, status = 'sold'")
-	s.create(rex, key("k")).wantRepeat(t, first)
+	s.create(rex, idempotencyKey("k")).wantRepeat(t, first)
 	execSQL(t, s.file, "DELETE FROM pets WHERE id = 1")
-	s.create(rex, key("k")).wantRepeat(t, first)
+	s.create(rex, idempotencyKey("k")).wantRepeat(t, first)
 
 	for _, body := range []string{
 		`{"name":"rex","categoryId":7}`,
 		`{"name":"Rex","categoryId":8}`,
 		`{"name":"Rex","categoryId":7,"status":"sold"}`,
 	} {
-		s.create(body, key("k")).wantError(t, 422, "this Idempotency-Key was used for another animal")
+		s.create(body, idempotencyKey("k")).wantError(t, 422, "this Idempotency-Key was used for another animal")
 	}
-	s.create(`{"name":1}`, key("k")).want(t, 400)
-	wantPets(t, s.file, 3)
+	s.create(`{"name":1}`, idempotencyKey("k")).want(t, 400)
+	wantPetCount(t, s.file, 3)
 }
 
 // TestExpiredIdempotencyKeys lets Idempotency-Keys grow old, under a fake clock: after 24 hours,
@@ -506,20 +506,20 @@ func TestExpiredIdempotencyKeys(t *testing.T) {
 		s := newService(t)
 		const keys = "SELECT group_concat(key ORDER BY key) FROM idempotency_keys"
 		for _, k := range []string{"a", "b", "c", "d"} {
-			s.create(rex, key(k)).want(t, 201)
+			s.create(rex, idempotencyKey(k)).want(t, 201)
 			time.Sleep(time.Second) // a is the oldest
 		}
 
 		time.Sleep(24*time.Hour - time.Minute)
-		s.create(rex, key("late")).wantNew(t, 5)
+		s.create(rex, idempotencyKey("late")).wantNew(t, 5)
 		wantSQL(t, s.file, keys, "a,b,c,d,late")
-		s.create(rex, key("d")).want(t, 201).wantHeader(t, "Idempotency-Replayed", "true")
+		s.create(rex, idempotencyKey("d")).want(t, 201).wantHeader(t, "Idempotency-Replayed", "true")
 
 		time.Sleep(2 * time.Minute) // now all but late have expired
-		again := s.create(rex, key("d")).wantNew(t, 6)
+		again := s.create(rex, idempotencyKey("d")).wantNew(t, 6)
 		wantSQL(t, s.file, keys, "c,d,late") // d is new; a and b were deleted
-		s.create(rex, key("d")).wantRepeat(t, again)
-		s.create(rex, key("e")).wantNew(t, 7)
+		s.create(rex, idempotencyKey("d")).wantRepeat(t, again)
+		s.create(rex, idempotencyKey("e")).wantNew(t, 7)
 		wantSQL(t, s.file, keys, "d,e,late")
 	})
 }
@@ -539,9 +539,9 @@ func TestBatches(t *testing.T) {
 	var requests sync.WaitGroup
 	for i := range replies {
 		r, k := &replies[i], fmt.Sprint(i)
-		requests.Go(func() { r.first = s.create(rex, key(k)) })
-		requests.Go(func() { r.same = s.create(rex, key(k)) })
-		requests.Go(func() { r.refused = s.create(zoe, key(k+"-zoe")) })
+		requests.Go(func() { r.first = s.create(rex, idempotencyKey(k)) })
+		requests.Go(func() { r.same = s.create(rex, idempotencyKey(k)) })
+		requests.Go(func() { r.refused = s.create(zoe, idempotencyKey(k+"-zoe")) })
 		requests.Go(func() { r.withoutKey = s.create(rex) })
 	}
 	requests.Wait()
@@ -556,7 +556,7 @@ func TestBatches(t *testing.T) {
 		r.withoutKey.want(t, 201)
 	}
 	s.log.wantText(t, "UNIQUE constraint failed")
-	wantPets(t, s.file, 41) // the first Zoe, and two of each client
+	wantPetCount(t, s.file, 41) // the first Zoe, and two of each client
 	// Only the keys of animals that were stored are kept.
 	wantSQL(t, s.file, "SELECT count(*) FROM idempotency_keys", "20")
 	wantSQL(t, s.file, "SELECT count(*) FROM pets JOIN idempotency_keys USING (id, name)", "20")
@@ -576,9 +576,9 @@ func TestGroupCommit(t *testing.T) {
 	}
 	requests.Wait()
 
-	wantPets(t, s.file, 40)
-	const pageSize = 4096
-	if grown := len(readFile(t, s.file+"-wal")) - before; grown > 40*3*pageSize/2 {
+	wantPetCount(t, s.file, 40)
+	const pageSize, half = 4096, 40 * 3 / 2 // half the pages that 40 transactions would write
+	if grown := len(readFile(t, s.file+"-wal")) - before; grown > half*pageSize {
 		t.Fatalf("the WAL has grown by %d pages", grown/pageSize)
 	}
 }
@@ -598,12 +598,12 @@ func TestClientThatIsGone(t *testing.T) {
 		s.send(newRequest("POST /v1/pets", body)).
 			wantError(t, 400, "the request body could not be read to its end")
 	}
-	wantPets(t, s.file, 1)
+	wantPetCount(t, s.file, 1)
 }
 
 // The log, and a panic.
 
-// TestLog sends requests, which must each log a line like this.
+// TestLog sends requests, and checks the line that each of them logs.
 func TestLog(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -661,19 +661,19 @@ func TestRefusedSettings(t *testing.T) {
 		status  int
 		message string
 	}{
-		{"x", withKey, 2, `unexpected argument "x"`},
-		{"-keys x", withKey, 2, "flag provided but not defined: -keys"},
-		{"-db=", withKey, 2, "-db must not be empty"},
-		{"-h", withKey, 0, `(default "127.0.0.1:8080")`},
+		{"x", withAPIKey, 2, `unexpected argument "x"`},
+		{"-keys x", withAPIKey, 2, "flag provided but not defined: -keys"},
+		{"-db=", withAPIKey, 2, "-db must not be empty"},
+		{"-h", withAPIKey, 0, `(default "127.0.0.1:8080")`},
 
-		{"-addr " + taken.Addr().String(), withKey, 1, "address already in use"},
+		{"-addr " + taken.Addr().String(), withAPIKey, 1, "address already in use"},
 		{"-addr :0", env{}, 1, "API_KEYS is not set"},
 		{"", env{"API_KEYS": ""}, 1, "API_KEYS: the list has no key"},
 		{"", env{"API_KEYS": "one, secret key"}, 1,
 			"API_KEYS: item 2 must consist of visible ASCII characters, without spaces"},
 		{"", env{"API_KEYS": ",,sécret"}, 1, "API_KEYS: item 3 must consist of visible ASCII"},
-		{"-db DIR/none/animals.db", withKey, 1, "unable to open database file (14)"},
-		{"-db :memory:", withKey, 1, "SQLite cannot use a write-ahead log here"},
+		{"-db DIR/none/animals.db", withAPIKey, 1, "unable to open database file (14)"},
+		{"-db :memory:", withAPIKey, 1, "SQLite cannot use a write-ahead log here"},
 	} {
 		dir := t.TempDir()
 		// A flag in c.args replaces the same one before it.
@@ -722,11 +722,11 @@ func TestRefusedDatabases(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			file := newDatabase(t)
+			file := newClosedDatabase(t)
 			c.change(t, file)
 			dir := filepath.Dir(file)
-			wantRefusal(t, dir, withKey, 1, c.message, "-addr", "127.0.0.1:0", "-db", file)
-			wantRefusal(t, dir, withKey, 1, c.message, "-db", file, "-backup", dir+"/copy.db")
+			wantRefusal(t, dir, withAPIKey, 1, c.message, "-addr", "127.0.0.1:0", "-db", file)
+			wantRefusal(t, dir, withAPIKey, 1, c.message, "-db", file, "-backup", dir+"/copy.db")
 		})
 	}
 }
@@ -735,11 +735,11 @@ func TestRefusedDatabases(t *testing.T) {
 // copy, and because of the database.
 func TestRefusedBackups(t *testing.T) {
 	t.Parallel()
-	file := newDatabase(t)
+	file := newClosedDatabase(t)
 	dir := filepath.Dir(file)
 	wantRefused := func(message string) {
 		t.Helper()
-		wantRefusal(t, dir, withKey, 1, message, "-db", file, "-backup", dir+"/copy.db")
+		wantRefusal(t, dir, withAPIKey, 1, message, "-db", file, "-backup", dir+"/copy.db")
 	}
 
 	for _, name := range []string{"copy.db", "copy.db-wal", "copy.db-journal"} {
@@ -759,8 +759,8 @@ func TestRefusedBackups(t *testing.T) {
 	wantRefused("unable to open database file (14)")
 }
 
-// newDatabase returns the name of a database with one animal, which no service has open.
-func newDatabase(t *testing.T) (file string) {
+// newClosedDatabase returns the name of a database with one animal, which no service has open.
+func newClosedDatabase(t *testing.T) (file string) {
 	t.Helper()
 	s := newService(t)
 	s.create(rex).want(t, 201)
@@ -883,7 +883,7 @@ func TestPragmas(t *testing.T) {
 // change. Then it migrates with the first step alone.
 func TestMigration(t *testing.T) {
 	t.Parallel()
-	file := newDatabase(t)
+	file := newClosedDatabase(t)
 	db := newPool(file, "rwc", 1)
 	defer db.Close()
 	const versionAndCategory = `SELECT user_version || ' ' || category_id
@@ -919,8 +919,8 @@ func TestLockedDatabase(t *testing.T) {
 	unlock()
 
 	lockFor(t, s.file, 300*time.Millisecond)
-	s.create(rex).wantNew(t, 1)
-	wantPets(t, s.file, 1)
+	s.create(rex, idempotencyKey("k")).wantNew(t, 1)
+	wantPetCount(t, s.file, 1)
 }
 
 // TestFullDatabase adds animals until the database is full: the next one gets 503, and lists go on.
@@ -937,7 +937,7 @@ func TestFullDatabase(t *testing.T) {
 	s.log.wantText(t, "level=ERROR", "database or disk is full")
 	s.get("/v1/pets").want(t, 200)
 	s.get("/healthz").want(t, 200)
-	wantPets(t, s.file, created)
+	wantPetCount(t, s.file, created)
 
 	execSQL(t, s.file, "DELETE FROM pets")
 	s.create(rex).want(t, 201)
@@ -951,30 +951,44 @@ func TestFailedCommit(t *testing.T) {
 	execSQL(t, s.file, `CREATE TABLE t (id REFERENCES pets DEFERRABLE INITIALLY DEFERRED);
 		CREATE TRIGGER rule AFTER INSERT ON pets BEGIN INSERT INTO t VALUES (-1); END`)
 	s.create(rex).want(t, 500)
-	wantPets(t, s.file, 0)
+	wantPetCount(t, s.file, 0)
 
 	execSQL(t, s.file, "DROP TRIGGER rule")
 	s.create(rex).want(t, 201)
 }
 
-// TestFailedReads lists animals of which the second cannot be read: that gets 500, and nothing of
-// the page. Each list must give its connection back, or there would be none left for the last ones.
+// TestFailedReads lists animals of which the second cannot be read, because SQLite fails or because
+// its name is missing: that gets 500, and nothing of the page. Each list must give its connection
+// back, or there would be none left for the last ones.
 func TestFailedReads(t *testing.T) {
 	t.Parallel()
-	s := newService(t)
-	addPets(t, s.file, 2)
-	execSQL(t, s.file, `ALTER TABLE pets RENAME TO old;
-		CREATE VIEW pets AS SELECT * FROM old WHERE id = 1 OR fail()`)
+	for name, cause := range map[string]string{
+		"fail()": "a mistake", // see registerSQL
+		"NULL":   "converting NULL to string is unsupported",
+	} {
+		s := newService(t)
+		addPets(t, s.file, 2)
+		execSQL(t, s.file, `ALTER TABLE pets RENAME TO old;
+			CREATE VIEW pets AS SELECT id, category_id, status,
+				CASE id WHEN 2 THEN `+name+` ELSE name END AS name FROM old`)
 
-	for range 100 {
-		s.get("/v1/pets").wantError(t, 500, "internal error")
+		for range 100 {
+			s.get("/v1/pets").wantError(t, 500, "internal error")
+		}
+		s.get("/v1/pets?status=sold").want(t, 500)
+		s.log.wantText(t, "level=ERROR", cause)
+		s.get("/v1/pets/1").want(t, 200)
+		s.get("/healthz").want(t, 200)
 	}
-	s.get("/v1/pets?status=sold").want(t, 500)
-	s.log.wantText(t, "level=ERROR", "a mistake")
-	s.get("/v1/pets/1").want(t, 200)
+}
 
-	execSQL(t, s.file, "DROP VIEW pets") // now no list works
-	s.get("/v1/pets/1").want(t, 500)
+// TestUnreadableDatabase fetches an animal from a database without its table: neither that nor the
+// health check may tell the cause.
+func TestUnreadableDatabase(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	execSQL(t, s.file, "DROP TABLE pets")
+	s.get("/v1/pets/1").wantError(t, 500, "internal error")
 	s.get("/healthz").wantError(t, 503, unavailable)
 }
 
@@ -995,9 +1009,9 @@ func TestMovedDatabase(t *testing.T) {
 	must(t, os.Rename(s.file, s.file+".away"))
 	wantNotInItsPlace(t, s)
 	must(t, s.close())
-	wantPets(t, s.file+".away", 2)
-	must(t, openService(t, s.file).close())
-	wantPets(t, s.file, 0)
+	wantPetCount(t, s.file+".away", 2)
+	must(t, openService(t, s.file).close()) // makes a new database
+	wantPetCount(t, s.file, 0)
 }
 
 // TestReplacedDatabase moves a backup to the place of the database. After a stop, each of the two
@@ -1013,8 +1027,8 @@ func TestReplacedDatabase(t *testing.T) {
 	must(t, os.Rename(s.file+".backup", s.file))
 	wantNotInItsPlace(t, s)
 	must(t, s.close())
-	wantPets(t, s.file+".away", 2)
-	wantPets(t, s.file, 1)
+	wantPetCount(t, s.file+".away", 2)
+	wantPetCount(t, s.file, 1)
 }
 
 // TestMovedWAL moves the WAL of a running service, or its index, under a fake clock: creates must
@@ -1038,7 +1052,7 @@ func TestMovedWAL(t *testing.T) {
 				time.Sleep(time.Second)
 				wantNotInItsPlace(t, s)
 				must(t, s.close())
-				wantPets(t, s.file, 3)
+				wantPetCount(t, s.file, 3)
 			})
 		})
 	}
@@ -1082,7 +1096,7 @@ func TestBackup(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	dir := t.TempDir()
-	first := s.create(rex, key("k")).wantNew(t, 1)
+	first := s.create(rex, idempotencyKey("k")).wantNew(t, 1)
 	list := s.get("/v1/pets").want(t, 200)
 	args := []string{"-db", s.file, "-backup", filepath.Join(dir, "copy.db")}
 
@@ -1099,8 +1113,8 @@ func TestBackup(t *testing.T) {
 	wantOnly(t, dir, "copy.db")
 	copied := openService(t, filepath.Join(dir, "copy.db"))
 	copied.get("/v1/pets").want(t, 200).wantBody(t, list.body)
-	copied.create(rex, key("k")).wantRepeat(t, first)
-	copied.create(rex, key("another")).wantNew(t, 2)
+	copied.create(rex, idempotencyKey("k")).wantRepeat(t, first)
+	copied.create(rex, idempotencyKey("another")).wantNew(t, 2)
 }
 
 // Connections, under a fake clock.
@@ -1373,7 +1387,7 @@ func TestMadeKey(t *testing.T) {
 func TestSignals(t *testing.T) {
 	t.Parallel()
 	file := newFile(t)
-	p := start(t, file, withKey)
+	p := start(t, file, withAPIKey)
 
 	var created atomic.Int64
 	var clients sync.WaitGroup
@@ -1403,7 +1417,7 @@ func TestSignals(t *testing.T) {
 	p.log.wantText(t, "msg=stopping", "msg=stopped")
 	p.log.wantNoText(t, "cut off")
 	wantOnly(t, filepath.Dir(file), "animals.db")
-	wantPets(t, file, int(created.Load()))
+	wantPetCount(t, file, int(created.Load()))
 }
 
 // TestStopAfterMove stops the program after its database was moved, while another program reads.
@@ -1411,7 +1425,7 @@ func TestSignals(t *testing.T) {
 func TestStopAfterMove(t *testing.T) {
 	t.Parallel()
 	file := newFile(t)
-	p := start(t, file, withKey)
+	p := start(t, file, withAPIKey)
 	reader := connect(t, file)
 	_, err := reader.Exec("BEGIN; SELECT * FROM pets")
 	must(t, err)
@@ -1427,13 +1441,13 @@ func TestStopAfterMove(t *testing.T) {
 
 	must(t, reader.Close())
 	must(t, os.Rename(file+"-wal", file+".moved-wal"))
-	wantPets(t, file+".moved", 1)
+	wantPetCount(t, file+".moved", 1)
 }
 
 // TestUnreadLog closes the pipe that the program logs to: the program must go on.
 func TestUnreadLog(t *testing.T) {
 	t.Parallel()
-	p := start(t, newFile(t), withKey)
+	p := start(t, newFile(t), withAPIKey)
 	must(t, p.stderr.Close())
 	for range 3 {
 		p.get("/v1/pets").want(t, 200)
@@ -1447,9 +1461,9 @@ func TestKill(t *testing.T) {
 	file := newFile(t)
 	acknowledged := map[string]reply{} // by Idempotency-Key, which is also the name of the animal
 	for round, creates := range []int{1, 100, 100} {
-		p := start(t, file, withKey)
+		p := start(t, file, withAPIKey)
 		for name, first := range acknowledged {
-			p.create(petNamed(name), key(name)).wantRepeat(t, first)
+			p.create(petNamed(name), idempotencyKey(name)).wantRepeat(t, first)
 		}
 		maps.Copy(acknowledged, createUntilKilled(p, round, creates))
 	}
@@ -1472,7 +1486,7 @@ func createUntilKilled(p *process, round, creates int) map[string]reply {
 		clients.Go(func() {
 			for i := 0; ; i++ {
 				name := fmt.Sprint(round, "-", client, "-", i)
-				resp := p.create(petNamed(name), key(name))
+				resp := p.create(petNamed(name), idempotencyKey(name))
 				if resp.status != 201 {
 					return
 				}
@@ -1498,13 +1512,13 @@ func petNamed(name string) string { return fmt.Sprintf(`{"name":%q,"categoryId":
 func TestStartAfterKill(t *testing.T) {
 	t.Parallel()
 	file := newFile(t)
-	p := start(t, file, withKey)
+	p := start(t, file, withAPIKey)
 	p.create(rex).want(t, 201)
 	p.cmd.Process.Kill()
 	p.wait()
 
 	before := readFile(t, file+"-wal")
-	start(t, file, withKey)
+	start(t, file, withAPIKey)
 	if readFile(t, file+"-wal") == before {
 		t.Fatal("the start has committed nothing")
 	}
@@ -1516,7 +1530,7 @@ func TestPanicInSQLite(t *testing.T) {
 	t.Parallel()
 	for _, request := range []string{"GET /v1/pets", "POST /v1/pets"} {
 		file := newFile(t)
-		p := start(t, file, withKey)
+		p := start(t, file, withAPIKey)
 		addPets(t, file, 1)
 		execSQL(t, file, `ALTER TABLE pets RENAME TO old;
 			CREATE VIEW pets AS SELECT * FROM old WHERE panic_now();
@@ -1660,7 +1674,7 @@ func BenchmarkCreates(b *testing.B) {
 	b.SetParallelism(64)
 	b.RunParallel(func(pb *testing.PB) {
 		for pb.Next() {
-			if resp := s.create(rex, key(fmt.Sprint(sent.Add(1)))); resp.status != 201 {
+			if resp := s.create(rex, idempotencyKey(fmt.Sprint(sent.Add(1)))); resp.status != 201 {
 				b.Errorf("a create = %d %s", resp.status, resp.body)
 			}
 		}
@@ -1671,26 +1685,25 @@ func BenchmarkCreates(b *testing.B) {
 
 const testKey, otherKey = "test-key", "other-key"
 
-// noAPIKey, given to newRequest as a header, means that there is no Authorization header.
-const noAPIKey = "Authorization:"
+// noAPIKey, in the place of a header, means that the request has no Authorization header.
+const noAPIKey = "no Authorization"
 
-// key is the Idempotency-Key header with this value.
-func key(value string) string { return "Idempotency-Key: " + value }
+// idempotencyKey returns the Idempotency-Key header with this value.
+func idempotencyKey(value string) string { return "Idempotency-Key: " + value }
 
-// newRequest returns a request, given as method and target, with these headers, such as
-// "Accept: text/html", and with testKey unless one of them is Authorization.
+// newRequest returns a request, given as "METHOD /target", with these headers, given as
+// "Name: value". It has testKey, unless one of them is Authorization or noAPIKey.
 func newRequest(request string, body io.Reader, headers ...string) *http.Request {
 	method, target, _ := strings.Cut(request, " ")
 	r := httptest.NewRequest(method, target, body)
 	r.RequestURI = "" // a client must not set it
-	r.Header.Set("Authorization", "Bearer "+testKey)
-	if strings.Contains(strings.Join(headers, "\n"), "Authorization:") {
-		r.Header.Del("Authorization")
-	}
 	for _, header := range headers {
 		if name, value, ok := strings.Cut(header, ": "); ok {
 			r.Header.Add(name, value)
 		}
+	}
+	if r.Header["Authorization"] == nil && !slices.Contains(headers, noAPIKey) {
+		r.Header.Set("Authorization", "Bearer "+testKey)
 	}
 	return r
 }
@@ -1751,8 +1764,11 @@ func newReply(request string, resp *http.Response, err error) reply {
 	return reply{request, resp.StatusCode, resp.Header, string(body), err}
 }
 
-// want checks the status of a response, the rules for all responses, and that openapi.json
-// describes it.
+// want checks the status of a response, and the rules for all responses:
+//   - The headers are those of wantServiceHeaders, and an X-Request-Id.
+//   - Exactly a 401 has WWW-Authenticate, a 405 Allow, and a 503 Retry-After.
+//   - The body is JSON, of the length that Content-Length says. That of an error is an Error.
+//   - openapi.json has its status, its headers and the members of its body: see wantDocumented.
 func (r reply) want(t testing.TB, status int) reply {
 	t.Helper()
 	if r.err != nil || r.status != status {
@@ -1876,14 +1892,14 @@ func (r reply) wantError(t testing.TB, status int, message string) reply {
 	return r
 }
 
-// wantNew checks that a create has added the animal with this id.
+// wantNew checks that a create got 201, and has added the animal with this id.
 func (r reply) wantNew(t testing.TB, id int) reply {
 	t.Helper()
 	return r.want(t, 201).wantHeader(t, "Idempotency-Replayed", "").
 		wantHeader(t, "Location", fmt.Sprint("pets/", id))
 }
 
-// wantRepeat checks that a create has added nothing, and got the first response.
+// wantRepeat checks that a create got 201 and the first response, and has added nothing.
 func (r reply) wantRepeat(t testing.TB, first reply) {
 	t.Helper()
 	r.want(t, 201).wantHeader(t, "Idempotency-Replayed", "true").
@@ -1908,7 +1924,7 @@ func (r reply) wantHeader(t testing.TB, name, want string) reply {
 	return r
 }
 
-// decode decodes a body, in which v must have all members.
+// decode decodes the first value of a body, whose members v must have.
 func decode[T any](t testing.TB, body string) (v T) {
 	t.Helper()
 	d := json.NewDecoder(strings.NewReader(body))
@@ -2065,7 +2081,9 @@ func inMemory(t *testing.T, test func(t *testing.T, s *memoryService)) {
 		}
 		t.Cleanup(func() {
 			s.stop()
-			time.Sleep(time.Minute) // lets the goroutines of net/http end, or synctest would fail
+			// In this minute, net/http closes the connections and ends their goroutines. synctest
+			// would fail if one was left.
+			time.Sleep(time.Minute)
 		})
 
 		test(t, s)
@@ -2168,8 +2186,8 @@ func (l *memoryListener) Addr() net.Addr { return &net.TCPAddr{} }
 // env is the environment of the program, by the names of the variables.
 type env map[string]string
 
-// withKey is an environment with testKey.
-var withKey = env{"API_KEYS": testKey}
+// withAPIKey is an environment with testKey.
+var withAPIKey = env{"API_KEYS": testKey}
 
 func (e env) lookup(name string) (value string, isSet bool) {
 	value, isSet = e[name]
@@ -2267,8 +2285,8 @@ func wantSQL(t testing.TB, file, query, want string) {
 	}
 }
 
-// wantPets checks how many animals a database has, and that it is not damaged.
-func wantPets(t testing.TB, file string, count int) {
+// wantPetCount checks how many animals a database has, and that it is not damaged.
+func wantPetCount(t testing.TB, file string, count int) {
 	t.Helper()
 	wantSQL(t, file, "SELECT count(*) FROM pets", strconv.Itoa(count))
 	wantSQL(t, file, "PRAGMA integrity_check", "ok")

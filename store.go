@@ -155,14 +155,13 @@ type batch struct {
 // client disconnects.
 func (s *store) create(c *creation) error {
 	// This is group commit: creations that arrive while one batch is being stored join the next
-	// batch, s.next, and one transaction stores them all.
+	// batch, and one transaction stores them all.
 	s.nextMu.Lock()
 	b := s.next
 	b.creations = append(b.creations, c)
 	s.nextMu.Unlock()
 
-	// Once.Do runs commit for the first creation of b. For the others, it waits until commit has
-	// returned.
+	// The first creation of b runs commit. The others wait in Do until commit has returned.
 	b.committed.Do(func() { s.commit(b) })
 	if b.err != nil {
 		return b.err
@@ -170,21 +169,25 @@ func (s *store) create(c *creation) error {
 	return c.err
 }
 
-// commit waits until the batch before b is stored. Then it replaces s.next, which was b, so that no
-// more creations join b. It stores b in one transaction, and sets the results of its creations.
+// commit stores b, which is s.next, in one transaction, and sets the results of its creations.
 func (s *store) commit(b *batch) {
 	defer s.exitOnPanic()
+
+	// Wait until the batch before b is stored. Meanwhile, more creations can join b.
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
 
+	// Creations that arrive from now on join a new batch. Only this goroutine uses b.
 	s.nextMu.Lock()
-	s.next = new(batch) // now b is complete, and only this goroutine uses it
+	s.next = new(batch)
 	s.nextMu.Unlock()
 
 	b.err = markUnavailable(inTx(s.writer, func(tx *sql.Tx) error {
+		// Look at the files now: before the transaction, SQLite may have waited for a lock.
 		now := time.Now()
 		suffixes := []string{""}
-		// On Linux, a look at the WAL makes the next write to it slower: look once a second.
+		// Look at the WAL only once a second. Since Linux 6.13, a look at the times of a file makes
+		// the next write to it slower, by 10 % of a transaction.
 		lookAtAll := now.Sub(s.lastCheck) >= time.Second
 		if lookAtAll {
 			suffixes = append(suffixes, "-wal", "-shm")
@@ -304,8 +307,8 @@ func (s *store) open() error {
 	return nil
 }
 
-// firstCommit commits before there are requests. It changes nothing, because it sets the schema
-// version to what it is. It has two purposes:
+// firstCommit commits before there are requests. It changes no data: it sets the schema version to
+// what it is. It has two purposes:
 //   - A killed process may have left a pet in the WAL that is not on disk. SQLite reads it all the
 //     same, and the repeat of its create would get a 201. This commit syncs the WAL.
 //   - In a new database, this commit opens the WAL. A create could not, once clients have used up
@@ -367,11 +370,12 @@ func (s *store) close() error {
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
 
-	// The last connection to close deletes the WAL, but not if the database was moved. SQLite would
-	// apply the WAL that stays to the next database at this path.
-	//
-	// If only the WAL was moved, do not empty it: another program may have begun a new one, and the
-	// content of both would destroy the database.
+	// Usually, the last connection to close copies the content of the WAL to the database, and
+	// deletes the WAL. There are two other cases:
+	//   - The database was moved. The WAL would stay, and SQLite would apply it to the next database
+	//     at this path. So empty it.
+	//   - Only the WAL was moved. Another program may have begun a new one, and the content of both
+	//     would destroy the database. So do not empty it.
 	var err error
 	if s.checkFiles("") != nil {
 		err = s.emptyWAL()
@@ -581,7 +585,9 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 		return err
 	}
 	if err := f(tx); err != nil {
-		tx.Rollback() // not deferred: after a panic in Stmt.Exec, Rollback would wait for ever
+		// Not deferred: if f panics in a statement, database/sql keeps a lock for ever that Rollback
+		// needs.
+		tx.Rollback()
 		return err
 	}
 	return tx.Commit()
@@ -592,8 +598,8 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 func newPool(path, mode string, size int) *sql.DB {
 	query := url.Values{ // see https://pkg.go.dev/modernc.org/sqlite#Driver.Open
 		"mode":      {mode},
-		"_txlock":   {"immediate"},
-		"_error_rc": {"1"}, // otherwise, an error can have the message of an earlier one
+		"_txlock":   {"immediate"}, // SQLite does not wait for a lock between a read and a write
+		"_error_rc": {"1"},         // otherwise, an error can have the message of an earlier one
 		"_pragma": {
 			fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()),
 			"synchronous(FULL)",
