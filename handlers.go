@@ -28,7 +28,7 @@ const (
 	maxIdempotencyKey = 255 // bytes
 )
 
-// routes returns the handlers, by pattern of ServeMux.
+// routes returns the handlers, by ServeMux pattern.
 func routes(st *store, k apiKeys) map[string]handler {
 	a := &api{store: st}
 	return map[string]handler{
@@ -314,7 +314,7 @@ func parseObject(body []byte) (members []member, err error) {
 		if err := d.Decode(&value); err != nil {
 			return nil, err
 		}
-		members = append(members, member{name.(string), value})
+		members = append(members, member{name.(string), value}) // JSON has no other names
 	}
 	return members, nil
 }

@@ -3,8 +3,8 @@
 //
 // Read handlers.go next: it has the routes, and a handler for each. A handler takes a *request, and
 // returns a body or an error; server.go calls the handlers, and sends and logs the responses.
-// auth.go checks API keys, store.go keeps the pets in SQLite, and errors.go has the errors that
-// clients see.
+// auth.go checks API keys, store.go keeps the pets in SQLite, and errors.go has the type of the
+// errors that clients see, and their codes.
 //
 // Three promises take more code than the operations themselves:
 //   - A 201 means that the pet is on disk. A transaction waits for the disk, so creates that arrive

@@ -85,8 +85,8 @@ type server struct {
 	draining    atomic.Bool // set when a stop begins: responses then close their connections
 }
 
-// newServer returns a server with these handlers, by pattern of ServeMux. One of the patterns is
-// "/", for unknown paths.
+// newServer returns a server with these handlers, by ServeMux pattern. One of the patterns is "/",
+// for unknown paths.
 func newServer(handlers map[string]handler, logger *slog.Logger) *server {
 	s := &server{mux: http.NewServeMux(), unknownPath: handlers["/"], logger: logger}
 	for pattern, h := range handlers {
@@ -170,8 +170,8 @@ func errorForClient(err error) *apiError {
 // connection, as Python's urllib does, and proxies that speak HTTP/1.0.
 func discardBody(r *request) {
 	// With Expect: 100-continue, a client may hold the body back until readBody reads from it, and
-	// net/http sends 100 Continue. A 413 means that readBody has read a part, so the rest is on its
-	// way.
+	// net/http sends 100 Continue. Only before a 413 has readBody read a part, and the rest is on its
+	// way. Otherwise, it has read nothing or all.
 	heldBack := r.Header.Get("Expect") != "" && r.status != http.StatusRequestEntityTooLarge
 	if heldBack || r.ContentLength > maxDiscard {
 		return

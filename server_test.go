@@ -46,7 +46,7 @@ import (
 // check the rules for all responses, and that openapi.json describes this one.
 //
 // Tests of connections run under the fake clock of testing/synctest: see inMemory. Tests of signals
-// and kills start the program as a process: see start. The helpers stand at the end of this file.
+// and kills start the program as a process: see start. Shared helpers stand at the end of this file.
 
 // TestMain runs the tests. In a process that a test has started, it runs the program instead.
 func TestMain(m *testing.M) {
@@ -286,7 +286,7 @@ func TestHeadersOfCreatePet(t *testing.T) {
 		"Content-Encoding: gzip",
 		"Idempotency-Key: !" + strings.Repeat("~", 254),
 	} {
-		s.create(rex, header).want(t, 201)
+		t.Run(header, func(t *testing.T) { s.create(rex, header).want(t, 201) })
 	}
 
 	const mediaType = "Content-Type must be application/json, not "
@@ -306,7 +306,9 @@ func TestHeadersOfCreatePet(t *testing.T) {
 		{"Idempotency-Key: é", 400, idempotencyKeyRule},
 		{"Idempotency-Key: a b", 400, idempotencyKeyRule},
 	} {
-		s.create(rex, c.header).wantError(t, c.status, c.message)
+		t.Run(c.header, func(t *testing.T) {
+			s.create(rex, c.header).wantError(t, c.status, c.message)
+		})
 	}
 
 	// Two headers, also if they would be valid when joined.
@@ -563,7 +565,7 @@ func TestBatches(t *testing.T) {
 }
 
 // TestGroupCommit adds 40 animals to a locked database: they must share transactions. One for each
-// animal would write at least three pages to the WAL.
+// animal would write at least three pages to the WAL (of pets, its index and sqlite_sequence).
 func TestGroupCommit(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -1060,7 +1062,7 @@ func wantNotInItsPlace(t *testing.T, s *service) {
 	s.get("/v1/pets/1").want(t, 200)
 }
 
-// TestListsOfAMovedDatabase sends four slow lists at once, for which the service needs four
+// TestListsOfAMovedDatabase sends four slow lists at once, so that the service uses several
 // connections: each must read the database that was moved.
 func TestListsOfAMovedDatabase(t *testing.T) {
 	t.Parallel()
@@ -1111,10 +1113,10 @@ func TestBackup(t *testing.T) {
 // Connections, under a fake clock.
 
 // Requests as they are sent. rawCreate lacks its body, rex.
-const (
+var (
 	rawList   = "GET /v1/pets HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + testKey + "\r\n\r\n"
 	rawCreate = "POST /v1/pets HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + testKey +
-		"\r\nContent-Length: 29\r\n\r\n"
+		"\r\nContent-Length: " + strconv.Itoa(len(rex)) + "\r\n\r\n"
 )
 
 // TestSlowRequests lets a client send slowly: the service must close its connection after so many
@@ -1346,6 +1348,17 @@ func TestStopClosesASilentConnection(t *testing.T) {
 		conn.wantClosed(t)
 		s.log.wantNoText(t, "cut off")
 	})
+}
+
+// TestBrokenListener serves on a closed listener: serve must return the error.
+func TestBrokenListener(t *testing.T) {
+	t.Parallel()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	must(t, err)
+	must(t, ln.Close())
+	if err := newService(t).serve(t.Context(), ln); !errors.Is(err, net.ErrClosed) {
+		t.Fatalf("serve = %v, want %v", err, net.ErrClosed)
+	}
 }
 
 // The program as a process.
@@ -1757,7 +1770,8 @@ func newReply(request string, resp *http.Response, err error) reply {
 
 // want checks the status of a response, and the rules for all responses:
 //   - The headers are those of wantServiceHeaders, and an X-Request-Id.
-//   - Exactly a 401 has WWW-Authenticate, a 405 Allow, and a 503 Retry-After.
+//   - A 401, and no other response, has WWW-Authenticate. So it is with 405 and Allow, and with 503
+//     and Retry-After.
 //   - The body is JSON, of the length that Content-Length says. That of an error is an Error.
 //   - openapi.json has its status, its headers and the members of its body: see wantDocumented.
 func (r reply) want(t testing.TB, status int) reply {
@@ -1868,7 +1882,7 @@ func (r reply) wantDocumented(t testing.TB) {
 	json.NewDecoder(strings.NewReader(body)).Decode(&object) // fails for HEAD, and for no animals
 	for name := range object {
 		if lookup(schema, "properties", name) == nil {
-			t.Fatalf("%s = %s, of which openapi.json has no %s", r.request, r.body, name)
+			t.Fatalf("openapi.json has no member %s of %s = %s", name, r.request, r.body)
 		}
 	}
 }

@@ -86,7 +86,7 @@ type store struct {
 	next   *batch     // new creations join it, until commit replaces it; never nil
 }
 
-// exitOnPanic, deferred, ends the program with status 1 after a panic in list or commit: if a
+// exitOnPanic, deferred, ends the program with status 1 after a panic in list or commit. If a
 // statement panics, database/sql may not release its connection, and later ones would wait for
 // ever. After other panics, the program goes on: see callHandler.
 func (s *store) exitOnPanic() {
@@ -161,7 +161,7 @@ func (s *store) create(c *creation) error {
 	b.creations = append(b.creations, c)
 	s.nextMu.Unlock()
 
-	// The first creation of b runs commit. The others wait in Do until commit has returned.
+	// One creation of b runs commit. The others wait in Do until commit has returned.
 	b.committed.Do(func() { s.commit(b) })
 	if b.err != nil {
 		return b.err
@@ -186,8 +186,9 @@ func (s *store) commit(b *batch) {
 		// Look at the files now: before the transaction, SQLite may have waited for a lock.
 		now := time.Now()
 		suffixes := []string{""}
-		// Look at the WAL only once a second. Since Linux 6.13, a look at the times of a file makes
-		// the next write to it slower, by 10 % of a transaction.
+		// A transaction writes to the WAL, not to the database. Since Linux 6.13, a look at a file
+		// makes the next write to it slower, by 10 % of a transaction. So look at the WAL, and at its
+		// index, only once a second.
 		lookAtAll := now.Sub(s.lastCheck) >= time.Second
 		if lookAtAll {
 			suffixes = append(suffixes, "-wal", "-shm")
@@ -311,8 +312,8 @@ func (s *store) open() error {
 // what it is. It has two purposes:
 //   - A killed process may have left a pet in the WAL that is not on disk. SQLite reads it all the
 //     same, and the repeat of its create would get a 201. This commit syncs the WAL.
-//   - In a new database, this commit opens the WAL. A create could not, once clients have used up
-//     the file descriptors. And without a create, close would not delete the WAL.
+//   - In a new database, this commit creates the WAL. A create could not, once clients have used up
+//     the file descriptors.
 func (s *store) firstCommit() error {
 	_, err := s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
 	return err
@@ -598,7 +599,7 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 func newPool(path, mode string, size int) *sql.DB {
 	query := url.Values{ // see https://pkg.go.dev/modernc.org/sqlite#Driver.Open
 		"mode":      {mode},
-		"_txlock":   {"immediate"}, // SQLite does not wait for a lock between a read and a write
+		"_txlock":   {"immediate"}, // SQLite does not wait for a lock when a reader begins to write
 		"_error_rc": {"1"},         // otherwise, an error can have the message of an earlier one
 		"_pragma": {
 			fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()),
