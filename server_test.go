@@ -581,7 +581,7 @@ func TestGroupCommit(t *testing.T) {
 	wantPetCount(t, s.file, 40)
 	const pageSize, half = 4096, 40 * 3 / 2 // half the pages that 40 transactions would write
 	if grown := len(readFile(t, s.file+"-wal")) - before; grown > half*pageSize {
-		t.Fatalf("the WAL has grown by %d pages", grown/pageSize)
+		t.Fatalf("the WAL has grown by %d pages, want at most %d", grown/pageSize, half)
 	}
 }
 
@@ -639,7 +639,7 @@ func TestPanicInAHandler(t *testing.T) {
 	t.Parallel()
 	log := &logBuffer{}
 	handlers := map[string]handler{"/": func(*request) (any, error) { panic("a mistake") }}
-	c := client{transport: inProcess{newServer(handlers, log.logger())}}
+	c := client{transport: inProcess{newServer(handlers, log.logger()), t.Name()}}
 
 	for range 2 {
 		c.get("/").wantError(t, 500, "internal error")
@@ -752,6 +752,14 @@ func TestRefusedBackups(t *testing.T) {
 	must(t, os.Symlink("nowhere", dir+"/copy.db"))
 	wantRefused(`copy.db" exists already; name a new file`)
 	must(t, os.Remove(dir+"/copy.db"))
+
+	// The index has its columns in another order than the schema says.
+	execSQL(t, file, `DROP INDEX pets_by_status;
+		CREATE INDEX pets_by_status ON pets (status, id, category_id, name);
+		PRAGMA writable_schema = ON;
+		UPDATE sqlite_schema SET sql = replace(sql, 'category_id, name', 'name, category_id')`)
+	wantRefused("the database is damaged: row 1 missing from index pets_by_status")
+	execSQL(t, file, "REINDEX")
 
 	execSQL(t, file, "PRAGMA ignore_check_constraints = ON; UPDATE pets SET status = 'lost'")
 	wantRefused("the database is damaged: CHECK constraint failed in pets")
@@ -876,8 +884,8 @@ func TestPragmas(t *testing.T) {
 	must(t, db.QueryRow(`SELECT concat_ws(' ', journal_mode, synchronous, timeout, fullfsync,
 		checkpoint_fullfsync) FROM pragma_journal_mode, pragma_synchronous, pragma_busy_timeout,
 		pragma_fullfsync, pragma_checkpoint_fullfsync`).Scan(&got))
-	if got != "wal 2 2000 1 1" {
-		t.Fatalf("the pragmas are %s", got)
+	if want := "wal 2 2000 1 1"; got != want {
+		t.Fatalf("the pragmas are %s, want %s", got, want)
 	}
 }
 
@@ -1048,6 +1056,23 @@ func TestMovedWAL(t *testing.T) {
 				wantPetCount(t, s.file, 3)
 			})
 		})
+	}
+}
+
+// TestStopBesideAMovedWAL moves the WAL, and stops the service while another program has the
+// database open. The stop must not empty the WAL: the program may have begun a new one, and both
+// would destroy the database.
+func TestStopBesideAMovedWAL(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.create(rex).want(t, 201)
+	_, err := connect(t, s.file).Exec("SELECT * FROM pets")
+	must(t, err)
+
+	must(t, os.Rename(s.file+"-wal", s.file+".away"))
+	must(t, s.close())
+	if readFile(t, s.file+".away") == "" {
+		t.Fatal("the stop has emptied the WAL")
 	}
 }
 
@@ -1278,7 +1303,7 @@ func TestLargeRequests(t *testing.T) {
 					t.Errorf("the client received %.1000q, want %q", got, c.want)
 				}
 				if err := <-sent; (err != nil) != c.unread {
-					t.Errorf("the request was sent with the error %v, want one: %v", err, c.unread)
+					t.Errorf("sending the request failed: %v, want a failure: %v", err, c.unread)
 				}
 			})
 		})
@@ -1741,9 +1766,13 @@ func (c client) send(r *http.Request) reply {
 }
 
 // inProcess is an http.RoundTripper that lets a handler in this process answer.
-type inProcess struct{ http.Handler }
+type inProcess struct {
+	http.Handler
+	test string // its name
+}
 
 func (h inProcess) RoundTrip(r *http.Request) (*http.Response, error) {
+	defer time.AfterFunc(20*time.Second, func() { panic(h.test + ": no response") }).Stop()
 	recorder := httptest.NewRecorder()
 	h.ServeHTTP(recorder, r)
 	return recorder.Result(), nil
@@ -1973,7 +2002,7 @@ func openService(t testing.TB, file string) *service {
 	s := &service{file: file, log: log, close: sync.OnceValue(st.close)}
 	t.Cleanup(func() { must(t, s.close()) })
 	s.server = newServer(routes(st, keys), log.logger())
-	s.client.transport = inProcess{s.server}
+	s.client.transport = inProcess{s.server, t.Name()}
 	return s
 }
 
