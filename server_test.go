@@ -671,6 +671,7 @@ func TestRefusedSettings(t *testing.T) {
 		{"-addr " + taken.Addr().String(), withAPIKey, 1, "address already in use"},
 		{"-addr :0", env{}, 1, "API_KEYS is not set"},
 		{"", env{"API_KEYS": ""}, 1, "API_KEYS: the list has no key"},
+		{"", env{"API_KEYS": " , "}, 1, "API_KEYS: the list has no key"},
 		{"", env{"API_KEYS": "one, secret key"}, 1,
 			"API_KEYS: item 2 must consist of visible ASCII characters, without spaces"},
 		{"", env{"API_KEYS": ",,sécret"}, 1, "API_KEYS: item 3 must consist of visible ASCII"},
@@ -708,6 +709,9 @@ func TestRefusedDatabases(t *testing.T) {
 		{"of another program", func(t *testing.T, file string) {
 			execSQL(t, file, "PRAGMA application_id = 0")
 		}, foreign},
+		{"of no version", func(t *testing.T, file string) {
+			execSQL(t, file, "PRAGMA user_version = 0")
+		}, "not a database of this service"},
 		{"of a newer version", func(t *testing.T, file string) {
 			execSQL(t, file, fmt.Sprint("PRAGMA user_version = ", len(migrations)+1))
 		}, "a newer version of this service has written the database"},
