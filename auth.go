@@ -13,8 +13,8 @@ import (
 type apiKeys map[[sha256.Size]byte]bool
 
 // parseAPIKeys parses the value of API_KEYS: one or more API keys, separated by commas. A key
-// consists of visible ASCII characters. White space around it and blank items are ignored. An error
-// names the place of an invalid key, but never quotes it.
+// consists of visible ASCII characters other than the comma. White space around it and blank items
+// are ignored. An error names the place of an invalid key, but never quotes it.
 func parseAPIKeys(list string) (apiKeys, error) {
 	k := apiKeys{}
 	for i, key := range strings.Split(list, ",") {

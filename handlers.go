@@ -93,40 +93,31 @@ func (a *api) createPet(r *request) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	p, err := parseNewPet(body)
+	newPet, err := parseNewPet(body)
 	if err != nil {
 		return nil, err
 	}
 
-	c := &creation{caller: r.caller, idempotencyKey: idempotencyKey, pet: Pet{NewPet: p}}
-	if err := a.store.create(c); err != nil {
+	pet, replayed, err := a.store.create(r.caller, idempotencyKey, newPet)
+	if err != nil {
 		return nil, err
 	}
-
 	r.status = http.StatusCreated
 	// The URL of the new pet (RFC 9110) is that of getPet, and works until getPet is removed.
-	r.responseHeader.Set("Location", "pets/"+strconv.FormatInt(c.pet.ID, 10))
-	if c.replayed {
+	r.responseHeader.Set("Location", "pets/"+strconv.FormatInt(pet.ID, 10))
+	if replayed {
 		r.responseHeader.Set("Idempotency-Replayed", "true")
 	}
-	return c.pet, nil
+	return pet, nil
 }
 
-// getPet answers GET /v1/pets/{petId}. There is no SQL for one pet: if the pet exists, the list
-// after id-1 begins with it. (For the least int64, id-1 is the greatest, after which there is none.)
+// getPet answers GET /v1/pets/{petId}.
 func (a *api) getPet(r *request) (any, error) {
 	id, ok := parseInt(r.PathValue("petId"))
 	if !ok {
 		return nil, errNotFound
 	}
-	pets, err := a.store.list(listOptions{after: id - 1, limit: 1})
-	if err != nil {
-		return nil, err
-	}
-	if len(pets) == 0 || pets[0].ID != id {
-		return nil, errNotFound
-	}
-	return pets[0], nil
+	return a.store.get(id)
 }
 
 // getHealth answers GET /healthz: 200 if the database is in its place and can be read, otherwise
@@ -188,8 +179,7 @@ func parseListOptions(query url.Values) (listOptions, error) {
 			f.checkStatus(value)
 		case "after":
 			n, ok := parseInt(value)
-			f.check(ok && n >= 0,
-				"after must be the last id of a page, an integer from 0 to %d", int64(math.MaxInt64))
+			f.check(ok && n >= 0, "after must be an integer from 0 to %d", int64(math.MaxInt64))
 			o.after = n
 		default:
 			f.add("unknown parameter %.64q", name)
@@ -232,6 +222,7 @@ func parseIdempotencyKey(values []string) (string, error) {
 
 // readBody returns the body of the request, or an apiError: 413, 408 or 400.
 func readBody(r *request) ([]byte, error) {
+	r.bodyWanted = true
 	body, err := io.ReadAll(io.LimitReader(r.Body, maxBody+1))
 	switch {
 	case len(body) > maxBody:
@@ -357,7 +348,7 @@ func (f *faults) check(ok bool, format string, args ...any) {
 // checkStatus adds a fault unless status is one of petStatuses.
 func (f *faults) checkStatus(status string) {
 	f.check(slices.Contains(petStatuses, status),
-		"status must be one of %s", strings.Join(petStatuses, ", "))
+		"status must be one of %s, or be left out", strings.Join(petStatuses, ", "))
 }
 
 // err returns nil if there are no faults, otherwise a 400 that lists them.

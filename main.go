@@ -6,7 +6,7 @@
 // auth.go checks API keys, store.go keeps the pets in SQLite, and errors.go has the type of the
 // errors that clients see, and their codes.
 //
-// Three promises take more code than the operations themselves:
+// Three promises shape the code:
 //   - A 201 means that the pet is on disk. A transaction waits for the disk, so creates that arrive
 //     at the same time share one (create in store.go).
 //   - A client can repeat a create safely, with an Idempotency-Key (insert in store.go).

@@ -51,7 +51,7 @@ const (
 	maxDiscard = 1 << 20
 )
 
-// serviceHeader has the headers of every response that answer sends.
+// serviceHeader has headers of every response. (answer also sets X-Request-Id.)
 var serviceHeader = http.Header{
 	"Cache-Control":          {"no-store"},
 	"Content-Type":           {"application/json"},
@@ -68,8 +68,9 @@ type handler func(r *request) (body any, err error)
 // request is an HTTP request, and what the service knows about it.
 type request struct {
 	*http.Request
-	id     string // the X-Request-Id of the response
-	caller []byte // the SHA-256 sum of the API key, or nil before the key is found valid
+	id         string // the X-Request-Id of the response
+	caller     []byte // the SHA-256 sum of the API key, or nil before the key is found valid
+	bodyWanted bool   // readBody was called: see discardBody
 
 	// The handler may set status, which is 200 at first, and add to responseHeader. If the handler
 	// returns an error, the response has the status of the error, and all of responseHeader.
@@ -142,6 +143,7 @@ func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h hand
 }
 
 // callHandler calls h. It returns a panic as an error with the stack: a 500 for this request alone.
+// (A panic in the store ends the program instead: see exitOnPanic.)
 func callHandler(h handler, r *request) (body any, err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -161,18 +163,15 @@ func errorForClient(err error) *apiError {
 }
 
 // discardBody reads what the handler has not read of the body, up to maxDiscard. Many clients send
-// the whole body before they read the response. If the service sent a response and closed the
-// connection while the client still sends, the connection would be reset, and the client could miss
-// the response. So even a 401 waits for the body, for up to readTimeout. A body that is declared to
-// be larger than maxDiscard is not read.
+// the whole body before they read the response. If the service closed the connection meanwhile, it
+// would be reset, and the client could miss the response. So even a 401 waits for the body, for up
+// to readTimeout. A body that is declared to be larger than maxDiscard is not read.
 //
 // net/http itself discards only some 256 KB, and usually nothing if the client asks to close the
 // connection, as Python's urllib does, and proxies that speak HTTP/1.0.
 func discardBody(r *request) {
-	// With Expect: 100-continue, a client may hold the body back until readBody reads from it, and
-	// net/http sends 100 Continue. Only before a 413 has readBody read a part, and the rest is on its
-	// way. Otherwise, it has read nothing or all.
-	heldBack := r.Header.Get("Expect") != "" && r.status != http.StatusRequestEntityTooLarge
+	// With Expect: 100-continue, a client holds its body back until readBody has asked for it.
+	heldBack := r.Header.Get("Expect") != "" && !r.bodyWanted
 	if heldBack || r.ContentLength > maxDiscard {
 		return
 	}
@@ -275,16 +274,13 @@ func (l jsonErrors) Accept() (net.Conn, error) {
 type jsonErrorConn struct{ net.Conn }
 
 // Write sends b. If b is an error of net/http itself, it sends an apiError with the same status
-// instead. net/http writes such an error with a single Write, and without an X-Request-Id. Every
-// response of answer has an X-Request-Id in its first Write, because its headers fit the buffer of
-// net/http, 4 KiB.
+// instead. net/http writes such an error with one Write. It is the only response that is not JSON.
 func (c jsonErrorConn) Write(b []byte) (int, error) {
-	if !bytes.HasPrefix(b, []byte("HTTP/")) || bytes.Contains(b, []byte("X-Request-Id")) {
+	if !bytes.HasPrefix(b, []byte("HTTP/")) || bytes.Contains(b, []byte("application/json")) {
 		return c.Conn.Write(b)
 	}
-	// A part of a body may begin with HTTP/, too, but it has no empty line, which ends the headers.
 	response, err := http.ReadResponse(bufio.NewReader(bytes.NewReader(b)), nil)
-	if err != nil || errorCodes[response.StatusCode] == "" { // such as 100 Continue
+	if err != nil || response.StatusCode < 400 { // b is a part of a body, or 100 Continue
 		return c.Conn.Write(b)
 	}
 
@@ -293,9 +289,9 @@ func (c jsonErrorConn) Write(b []byte) (int, error) {
 	response.Body = io.NopCloser(bytes.NewReader(content))
 	response.ContentLength = int64(len(content))
 	var replacement bytes.Buffer
-	response.Write(&replacement)
+	response.Write(&replacement) // with Connection: close, as in b
 	_, err = c.Conn.Write(replacement.Bytes())
-	return len(b), err
+	return len(b), err // as if b was sent
 }
 
 // CloseWrite lets net/http close the connection in two steps, so that a client that is still

@@ -67,8 +67,8 @@ const rex = `{"name":"Rex","categoryId":7}`
 // Messages of errors.
 const (
 	limitRule  = "limit must be an integer from 1 to 100"
-	afterRule  = "after must be the last id of a page, an integer from 0 to 9223372036854775807"
-	statusRule = "status must be one of available, pending, sold"
+	afterRule  = "after must be an integer from 0 to 9223372036854775807"
+	statusRule = "status must be one of available, pending, sold, or be left out"
 	nameRule   = "name must be a string of 1 to 255 characters, not all white space, " +
 		"without U+0000, U+FFFD or unpaired surrogates"
 	categoryRule = "categoryId must be an integer from -9223372036854775808 to 9223372036854775807, " +

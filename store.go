@@ -53,6 +53,10 @@ const petColumns = "id, name, category_id, status"
 // fields returns pointers to the fields of p, to scan petColumns.
 func (p *Pet) fields() []any { return []any{&p.ID, &p.Name, &p.CategoryID, &p.Status} }
 
+// fileSuffixes has the suffixes of the files of an open database: the database itself, its
+// write-ahead log (WAL), and the index of the WAL.
+var fileSuffixes = []string{"", "-wal", "-shm"}
+
 // listOptions says which pets to list.
 type listOptions struct {
 	limit  int    // the most pets
@@ -64,18 +68,19 @@ type listOptions struct {
 // with the suffix -wal. SQLite copies the WAL to the database now and then, and when the last
 // connection closes: see https://sqlite.org/wal.html.
 //
-// create, list and checkHealth may be called concurrently.
+// list, get, create and checkHealth may be called concurrently.
 type store struct {
 	path   string
 	files  map[string]os.FileInfo // the files that were opened, by suffix: see checkFiles
 	logger *slog.Logger
 
-	readers        *sql.DB // for lists
+	readers        *sql.DB
 	selectPets     *sql.Stmt
 	selectByStatus *sql.Stmt
+	selectPet      *sql.Stmt
 
 	writerMu      sync.Mutex // held while a batch is stored; lock it before nextMu
-	lastCheck     time.Time  // when commit last found all files in place, guarded by writerMu
+	lastCheck     time.Time  // when checkFilesAt last found all files, guarded by writerMu
 	writer        *sql.DB    // one connection, for creates
 	insertPet     *sql.Stmt
 	selectKey     *sql.Stmt // an Idempotency-Key, with the first response to it
@@ -86,9 +91,10 @@ type store struct {
 	next   *batch     // new creations join it, until commit replaces it; never nil
 }
 
-// exitOnPanic, deferred, ends the program with status 1 after a panic in list or commit. If a
-// statement panics, database/sql may not release its connection, and later ones would wait for
-// ever. After other panics, the program goes on: see callHandler.
+// exitOnPanic, deferred, ends the program with status 1 after a panic in list, get or commit. If a
+// statement panics, database/sql may not release its connection, and later ones would wait for it
+// for ever. If commit panics, sync.Once takes the batch as committed, and the creates that wait for
+// it would return pets that are not stored.
 func (s *store) exitOnPanic() {
 	if p := recover(); p != nil {
 		s.logger.Error("panic in the store", "panic", p, "stack", string(debug.Stack()))
@@ -124,13 +130,25 @@ func (s *store) list(o listOptions) ([]Pet, error) {
 	return pets, markUnavailable(rows.Err())
 }
 
-// creation is a pet that create has to store, and the result.
-type creation struct {
-	caller         []byte // the SHA-256 sum of an API key
-	idempotencyKey string // "" for none
-	pet            Pet    // its id is 0 until it is stored
+// get returns the pet with this id. Its error may be errNotFound or errUnavailable.
+func (s *store) get(id int64) (p Pet, err error) {
+	defer s.exitOnPanic()
+	err = s.selectPet.QueryRow(id).Scan(p.fields()...)
+	if errors.Is(err, sql.ErrNoRows) {
+		return p, errNotFound
+	}
+	return p, markUnavailable(err)
+}
 
-	replayed bool  // pet was stored by an earlier request with idempotencyKey
+// creation is a call of create: its arguments, and the results that insert sets. The results count
+// only if the batch is committed.
+type creation struct {
+	caller         []byte
+	idempotencyKey string
+	pet            NewPet
+
+	stored   Pet
+	replayed bool
 	err      error // of this pet alone: errIdempotencyKeyReused or errRefused
 }
 
@@ -141,19 +159,24 @@ type batch struct {
 	err       error     // of the transaction
 }
 
-// create stores the pet of c, and sets its id. It returns once the pet is on disk.
+// create stores a pet, and returns it with its id once it is on disk. caller is the SHA-256 sum of
+// an API key, and idempotencyKey is "" for none.
 //
 // If the caller has used the Idempotency-Key within idempotencyKeyLifetime, create stores nothing.
-// It sets c.pet to that of the first response, and c.replayed, or it returns
+// It returns the pet of the first response, and replayed is true, or it returns
 // errIdempotencyKeyReused if the two pets differ.
 //
 // After errIdempotencyKeyReused, errRefused or errUnavailable, the pet is not stored. After any
 // other error, it may be stored. While another program locks the database, create takes at most
-// twice busyTimeout: first the batch before may wait for the lock, and then the batch of c.
+// twice busyTimeout: first the batch before may wait for the lock, and then the batch of this pet.
 //
 // It takes no context: the pet shares a transaction with others, which must be stored even if its
 // client disconnects.
-func (s *store) create(c *creation) error {
+func (s *store) create(
+	caller []byte, idempotencyKey string, pet NewPet,
+) (stored Pet, replayed bool, err error) {
+	c := &creation{caller: caller, idempotencyKey: idempotencyKey, pet: pet}
+
 	// This is group commit: creations that arrive while one batch is being stored join the next
 	// batch, and one transaction stores them all.
 	s.nextMu.Lock()
@@ -164,12 +187,13 @@ func (s *store) create(c *creation) error {
 	// One creation of b runs commit. The others wait in Do until commit has returned.
 	b.committed.Do(func() { s.commit(b) })
 	if b.err != nil {
-		return b.err
+		return Pet{}, false, b.err
 	}
-	return c.err
+	return c.stored, c.replayed, c.err
 }
 
-// commit stores b, which is s.next, in one transaction, and sets the results of its creations.
+// commit stores b in one transaction, and sets the results of its creations. b is s.next, because
+// nothing else replaces that, and commit runs once for each batch.
 func (s *store) commit(b *batch) {
 	defer s.exitOnPanic()
 
@@ -183,23 +207,10 @@ func (s *store) commit(b *batch) {
 	s.nextMu.Unlock()
 
 	b.err = markUnavailable(inTx(s.writer, func(tx *sql.Tx) error {
-		// Look at the files now: before the transaction, SQLite may have waited for a lock.
-		now := time.Now()
-		suffixes := []string{""}
-		// A transaction writes to the WAL, not to the database. Since Linux 6.13, a look at a file
-		// makes the next write to it slower, by 10 % of a transaction. So look at the WAL, and at its
-		// index, only once a second.
-		lookAtAll := now.Sub(s.lastCheck) >= time.Second
-		if lookAtAll {
-			suffixes = append(suffixes, "-wal", "-shm")
-		}
-		if err := s.checkFiles(suffixes...); err != nil {
+		now := time.Now() // after BEGIN, which may have waited for a lock
+		if err := s.checkFilesAt(now); err != nil {
 			return fmt.Errorf("%w: %w", errUnavailable, err)
 		}
-		if lookAtAll {
-			s.lastCheck = now
-		}
-
 		for _, c := range b.creations {
 			if err := s.insert(tx, c, now); err != nil {
 				return err
@@ -210,17 +221,16 @@ func (s *store) commit(b *batch) {
 }
 
 // insert inserts the pet of c in tx, unless its Idempotency-Key was used before, and sets the
-// result of c. If it returns an error, tx must be rolled back.
+// results of c. If it returns an error, tx must be rolled back.
 func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
-	p := c.pet.NewPet
 	oldest := now.Add(-idempotencyKeyLifetime).Unix() // Idempotency-Keys from before have expired
 
 	if c.idempotencyKey != "" {
 		var first Pet
 		err := tx.Stmt(s.selectKey).QueryRow(c.caller, c.idempotencyKey, oldest).Scan(first.fields()...)
 		switch {
-		case err == nil && first.NewPet == p:
-			c.pet, c.replayed = first, true
+		case err == nil && first.NewPet == c.pet:
+			c.stored, c.replayed = first, true
 			return nil
 		case err == nil:
 			c.err = errIdempotencyKeyReused
@@ -230,29 +240,29 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 		}
 	}
 
-	inserted, err := tx.Stmt(s.insertPet).Exec(p.Name, p.CategoryID, p.Status)
+	inserted, err := tx.Stmt(s.insertPet).Exec(c.pet.Name, c.pet.CategoryID, c.pet.Status)
 	if sqliteCode(err) == sqlite3.SQLITE_CONSTRAINT {
 		// SQLite has undone this statement alone, so the transaction can go on. (Only a trigger
-		// could undo more, and triggers are not supported.)
+		// could undo more, and deploy/README.md forbids triggers.)
 		c.err = fmt.Errorf("%w: %w", errRefused, err)
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	c.pet.ID, _ = inserted.LastInsertId() // the error is always nil
+	id, _ := inserted.LastInsertId() // the error is always nil
+	c.stored = Pet{ID: id, NewPet: c.pet}
 
-	if c.idempotencyKey != "" {
-		_, err := tx.Stmt(s.insertKey).Exec(c.caller, c.idempotencyKey, now.Unix(), c.pet.ID)
-		if err != nil {
-			return err
-		}
-		// Delete up to two expired rows for each new one, so that they do not pile up.
-		if _, err := tx.Stmt(s.deleteExpired).Exec(oldest); err != nil {
-			return err
-		}
+	if c.idempotencyKey == "" {
+		return nil
 	}
-	return nil
+	_, err = tx.Stmt(s.insertKey).Exec(c.caller, c.idempotencyKey, now.Unix(), id)
+	if err != nil {
+		return err
+	}
+	// Delete up to two expired rows for each new one, so that they do not pile up.
+	_, err = tx.Stmt(s.deleteExpired).Exec(oldest)
+	return err
 }
 
 // openStore opens the database at path. If there is none, it creates one, and logs a warning.
@@ -276,6 +286,13 @@ func (s *store) open() error {
 	if err := checkPath(s.path); err != nil {
 		return err
 	}
+	// After a kill, the WAL and its -shm are both there. After a stop, neither is.
+	_, errWAL := os.Stat(s.path + "-wal")
+	_, errSHM := os.Stat(s.path + "-shm")
+	if errWAL != nil && errSHM == nil {
+		s.logger.Warn("the write-ahead log is missing: animals may be lost", "file", s.path+"-wal")
+	}
+
 	oldVersion, err := migrate(s.writer, migrations)
 	if err != nil {
 		return err
@@ -291,7 +308,7 @@ func (s *store) open() error {
 	if err := s.firstCommit(); err != nil {
 		return err
 	}
-	for _, suffix := range []string{"", "-wal", "-shm"} {
+	for _, suffix := range fileSuffixes {
 		if s.files[suffix], err = os.Stat(s.path + suffix); err != nil {
 			return err
 		}
@@ -308,12 +325,12 @@ func (s *store) open() error {
 	return nil
 }
 
-// firstCommit commits before there are requests. It changes no data: it sets the schema version to
-// what it is. It has two purposes:
-//   - A killed process may have left a pet in the WAL that is not on disk. SQLite reads it all the
-//     same, and the repeat of its create would get a 201. This commit syncs the WAL.
-//   - In a new database, this commit creates the WAL. A create could not, once clients have used up
-//     the file descriptors.
+// firstCommit commits before there are requests. It sets the schema version to the value that it
+// already has, which SQLite writes to the WAL all the same, and syncs. It has two purposes:
+//   - A process that was killed may have left a pet in the WAL that is only in the memory of the
+//     system, and not on disk. SQLite reads it all the same, and a repeat of its create gets a 201.
+//   - In a new database, this creates the WAL. A create could not, once clients have used up the
+//     file descriptors.
 func (s *store) firstCommit() error {
 	_, err := s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
 	return err
@@ -324,64 +341,112 @@ const (
 	selectPetsSQL     = `SELECT ` + petColumns + ` FROM pets WHERE id > ? ORDER BY id LIMIT ?`
 	selectByStatusSQL = `SELECT ` + petColumns + ` FROM pets WHERE status = ? AND id > ?
 		ORDER BY id LIMIT ?`
+	selectPetSQL = `SELECT ` + petColumns + ` FROM pets WHERE id = ?`
 
 	insertPetSQL = `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`
 	selectKeySQL = `SELECT ` + petColumns + ` FROM idempotency_keys
 		WHERE caller = ? AND key = ? AND created >= ?`
-	// REPLACE, because there may be an expired row with this key. The pet is copied from pets.
+	// REPLACE, because there may be an expired row with this key. The pet is copied from pets: the
+	// placeholders are for caller, key, created and the id of the pet.
 	insertKeySQL = `REPLACE INTO idempotency_keys (caller, key, created, ` + petColumns + `)
 		SELECT ?, ?, ?, ` + petColumns + ` FROM pets WHERE id = ?`
 	deleteExpiredSQL = `DELETE FROM idempotency_keys WHERE (caller, key) IN
 		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT 2)`
 )
 
-// prepare prepares the statements.
-func (s *store) prepare() error {
-	var errs error
-	statement := func(db *sql.DB, query string) *sql.Stmt {
-		prepared, err := db.Prepare(query)
-		errs = errors.Join(errs, err)
+// prepare prepares the statements, up to the first error.
+func (s *store) prepare() (err error) {
+	statement := func(db *sql.DB, query string) (prepared *sql.Stmt) {
+		if err == nil {
+			prepared, err = db.Prepare(query)
+		}
 		return prepared
 	}
 
 	s.selectPets = statement(s.readers, selectPetsSQL)
 	s.selectByStatus = statement(s.readers, selectByStatusSQL)
+	s.selectPet = statement(s.readers, selectPetSQL)
 	s.insertPet = statement(s.writer, insertPetSQL)
 	s.selectKey = statement(s.writer, selectKeySQL)
 	s.insertKey = statement(s.writer, insertKeySQL)
 	s.deleteExpired = statement(s.writer, deleteExpiredSQL)
-	return errs
+	return err
 }
 
-// openReaders opens all connections of the readers now. While the service runs, the database may be
-// moved, and clients may use up the file descriptors.
+// openReaders opens all connections of the readers now. Later, there may be another database at the
+// path, beside the WAL of this one, or no file descriptor.
 func (s *store) openReaders() error {
 	for range s.readers.Stats().MaxOpenConnections {
 		rows, err := s.selectPets.Query(0, 1)
 		if err != nil {
 			return err
 		}
-		defer rows.Close() // deferred, so that this connection is in use until all are open
+		defer rows.Close() // at the end, so that the next query needs another connection
 	}
 	return nil
 }
 
+// checkFiles returns an error if a file with one of these suffixes is not in its place.
+//
+// If a file of an open database is moved, deleted or replaced, SQLite goes on with the file that it
+// has open, and what is added from then on can be lost:
+//   - The database: the next start finds none, or another one.
+//   - The WAL: after a kill, the next start finds only what was copied to the database.
+//   - The -shm: it has the locks, so another program does not see this one, and may delete the WAL.
+//
+// So while a file is not in its place, creates and checkHealth fail, and lists go on.
+func (s *store) checkFiles(suffixes ...string) error {
+	for _, suffix := range suffixes {
+		file, err := os.Stat(s.path + suffix)
+		if err == nil && !os.SameFile(file, s.files[suffix]) {
+			err = fmt.Errorf("%q is another file", s.path+suffix)
+		}
+		if err != nil {
+			return fmt.Errorf("the database is not in its place: %w", err)
+		}
+	}
+	return nil
+}
+
+// checkFilesAt calls checkFiles in a transaction that began now: for all files once a second, and
+// otherwise for the database alone. Since Linux 6.13, a look at a file makes the next write to it
+// slower, and each transaction writes to the WAL. The caller holds writerMu.
+func (s *store) checkFilesAt(now time.Time) error {
+	if now.Sub(s.lastCheck) < time.Second {
+		return s.checkFiles("")
+	}
+	if err := s.checkFiles(fileSuffixes...); err != nil {
+		return err
+	}
+	s.lastCheck = now
+	return nil
+}
+
+// checkHealth returns an error if a file is not in its place, or the database cannot be read.
+func (s *store) checkHealth() error {
+	if err := s.checkFiles(fileSuffixes...); err != nil {
+		return err
+	}
+	_, err := s.list(listOptions{limit: 1})
+	return err
+}
+
 // close waits until the batch in progress is stored, and closes the store.
+//
+// When the last connection of all programs closes, SQLite copies the WAL to the database, and
+// deletes it. But if the database was moved, the WAL stays, and SQLite would apply it to the next
+// database at this path. So close empties it.
+//
+// If only the WAL was moved, close must not empty it: another program may have begun a new one, and
+// the content of both would destroy the database.
 func (s *store) close() error {
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
 
-	// Usually, the last connection to close copies the content of the WAL to the database, and
-	// deletes the WAL. There are two other cases:
-	//   - The database was moved. The WAL would stay, and SQLite would apply it to the next database
-	//     at this path. So empty it.
-	//   - Only the WAL was moved. Another program may have begun a new one, and the content of both
-	//     would destroy the database. So do not empty it.
 	var err error
 	if s.checkFiles("") != nil {
 		err = s.emptyWAL()
 	}
-
 	// The writer closes last, because a read-only connection cannot delete the WAL.
 	return errors.Join(err, s.readers.Close(), s.writer.Close())
 }
@@ -395,33 +460,8 @@ func (s *store) emptyWAL() error {
 		err = errors.New("another program uses it")
 	}
 	if err != nil {
-		return fmt.Errorf("the moved database still needs its write-ahead log (%w): if that is %q, "+
-			"move it beside the database, under the same name with -wal", err, s.path+"-wal")
-	}
-	return nil
-}
-
-// checkHealth returns an error if the database is not in its place, or cannot be read.
-func (s *store) checkHealth() error {
-	if err := s.checkFiles("", "-wal", "-shm"); err != nil {
-		return err
-	}
-	_, err := s.list(listOptions{limit: 1})
-	return err
-}
-
-// checkFiles returns an error if a file with one of these suffixes was moved, deleted or replaced:
-// "" is the database, "-wal" its WAL, and "-shm" the index of the WAL. SQLite would go on with the
-// file that it opened, where no other process would look.
-func (s *store) checkFiles(suffixes ...string) error {
-	for _, suffix := range suffixes {
-		file, err := os.Stat(s.path + suffix)
-		if err == nil && !os.SameFile(file, s.files[suffix]) {
-			err = fmt.Errorf("%q is another file", s.path+suffix)
-		}
-		if err != nil {
-			return fmt.Errorf("the database is not in its place: %w", err)
-		}
+		return fmt.Errorf("the moved database still needs its write-ahead log (%w): "+
+			"move %q beside it, under the same name with -wal", err, s.path+"-wal")
 	}
 	return nil
 }
@@ -586,12 +626,11 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 		return err
 	}
 	if err := f(tx); err != nil {
-		// Not deferred: if f panics in a statement, database/sql keeps a lock for ever that Rollback
-		// needs.
+		// Not deferred: after a panic in a statement, Rollback would wait for a lock for ever.
 		tx.Rollback()
 		return err
 	}
-	return tx.Commit()
+	return tx.Commit() // if COMMIT fails, the driver rolls back
 }
 
 // newPool returns a pool of up to size connections to the database at path. None is open yet. mode
