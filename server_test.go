@@ -56,7 +56,7 @@ func TestMain(m *testing.M) {
 			io.Copy(io.Discard, os.Stdin) // ends when the process of the test ends
 			os.Exit(1)
 		}()
-		main()
+		main() // ends the process
 	}
 	os.Exit(m.Run())
 }
@@ -107,16 +107,12 @@ func TestListPets(t *testing.T) {
 		ids         string // of the animals on the page
 		next        string // the query of the link to the next page, "" for no link
 	}{
-		{"some", "?limit=3", "1 2 3", "after=3&limit=3"},
 		{"20 by default", "", firstTwenty, "after=21"},
-		{"one", "?limit=1", "1", "after=1&limit=1"},
 		{"100", "?limit=100", firstTwenty + " 22 23 24 25", ""},
 		{"exactly all", "?limit=24", firstTwenty + " 22 23 24 25", ""},
 		{"a status", "?status=pending", "3", ""},
-		{"the default status", "?status=available", "1", ""},
 		{"a page of a status", "?limit=2&status=sold&after=2", "5 6", "after=6&limit=2&status=sold"},
-		{"after an id", "?after=24", "25", ""},
-		{"after 0", "?after=0&limit=1", "1", "after=1&limit=1"},
+		{"one, after 0", "?after=0&limit=1", "1", "after=1&limit=1"},
 		{"after the last id", "?after=25", "", ""},
 		{"after the greatest id", "?after=9223372036854775807", "", ""},
 		{"an escaped query", "?st%61tus=pend%69ng", "3", ""},
@@ -170,8 +166,6 @@ func TestListPetsRefuses(t *testing.T) {
 		{"a long parameter is cut", long + "yz=1", `unknown parameter "` + long + `"`},
 		{"a semicolon separates", "limit=5;after=1", "the query string is malformed"},
 		{"an escape is malformed", "status=%zz", "the query string is malformed"},
-		{"several faults", "limit=0&status=x&a=1&after=x",
-			`unknown parameter "a"; ` + afterRule + "; " + limitRule + "; " + statusRule},
 		{"more than ten faults", "a&b&c&d&e&f&g&h&limit=0&status=x&y&z",
 			`unknown parameter "a"; unknown parameter "b"; unknown parameter "c"; ` +
 				`unknown parameter "d"; unknown parameter "e"; unknown parameter "f"; ` +
@@ -231,7 +225,6 @@ func TestCreatePetRefuses(t *testing.T) {
 		{"name in capitals", `{"Name":"x","categoryId":1}`,
 			`unknown member "Name"; name is required`},
 		{"name is null", `{"name":null,"categoryId":1}`, nameRule},
-		{"name is a number", `{"name":1,"categoryId":1}`, nameRule},
 		{"name is empty", `{"name":"","categoryId":1}`, nameRule},
 		{"name is white space", `{"name":" \u00a0\u2003\u3000\u0085","categoryId":1}`, nameRule},
 		{"name has NUL", `{"name":"a\u0000b","categoryId":1}`, nameRule},
@@ -239,10 +232,8 @@ func TestCreatePetRefuses(t *testing.T) {
 		{"name has an unpaired surrogate", `{"name":"\ud83d","categoryId":1}`, nameRule},
 		{"name is too long", `{"name":"` + long + `","categoryId":1}`, nameRule},
 		{"no categoryId", `{"name":"x"}`, "categoryId is required"},
-		{"categoryId is null", `{"name":"x","categoryId":null}`, categoryRule},
 		{"categoryId is quoted", `{"name":"x","categoryId":"1"}`, categoryRule},
 		{"categoryId is 1.0", `{"name":"x","categoryId":1.0}`, categoryRule},
-		{"categoryId is 1e2", `{"name":"x","categoryId":1e2}`, categoryRule},
 		{"categoryId is -0", `{"name":"x","categoryId":-0}`, categoryRule},
 		{"categoryId is too large", `{"name":"x","categoryId":9223372036854775808}`, categoryRule},
 		{"status is null", `{"name":"x","categoryId":1,"status":null}`, statusRule},
@@ -311,12 +302,9 @@ func TestHeadersOfCreatePet(t *testing.T) {
 		})
 	}
 
-	// Two headers, also if they would be valid when joined.
 	s.create(rex, "Idempotency-Key: a", "Idempotency-Key: a").wantError(t, 400, idempotencyKeyRule)
 	s.create(rex, "Content-Type: application/json", "Content-Type: application/json").
 		wantError(t, 415, mediaType+`"application/json, application/json"`)
-	s.create(rex, `Content-Type: application/json; a="x`, `Content-Type: y"`).
-		wantError(t, 415, mediaType+`"application/json; a=\"x, y\""`)
 	wantPetCount(t, s.file, 3)
 }
 
@@ -397,9 +385,6 @@ func TestAPIKeys(t *testing.T) {
 		{"no token", "Bearer", ""},
 		{"an empty token", "Bearer  ", ""},
 		{"a wrong key", "Bearer wrong", invalid},
-		{"a part of a key", "Bearer test", invalid},
-		{"a key in capitals", "Bearer TEST-KEY", invalid},
-		{"two keys", "Bearer " + testKey + "," + otherKey, invalid},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s.get("/v1/pets", "Authorization: "+c.authorization).wantError(t, 401, unauthorized).
@@ -436,7 +421,7 @@ func TestOrderOfErrors(t *testing.T) {
 
 // TestPaging follows the links from page to page. It resolves each link as a client does behind a
 // proxy that strips /shop from paths. Each animal that was there at the start must be listed once,
-// although animals are added and deleted meanwhile.
+// although an animal is added and one is deleted after each page.
 func TestPaging(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -445,7 +430,7 @@ func TestPaging(t *testing.T) {
 	listed := map[int64]int{} // how often, by id
 	page, err := url.Parse("https://example.com/shop/v1/pets?limit=4&status=sold")
 	must(t, err)
-	for range 10 { // pages of up to 4 animals, for 30 animals and 9 that are added meanwhile
+	for range 20 { // more pages than there are
 		resp := s.get(strings.TrimPrefix(page.RequestURI(), "/shop")).want(t, 200)
 		var last int64
 		for _, p := range decode[[]Pet](t, resp.body) {
@@ -456,8 +441,11 @@ func TestPaging(t *testing.T) {
 		// With OFFSET in place of the last id, this would shift the next page.
 		execSQL(t, s.file, "DELETE FROM pets WHERE id = ?", last)
 
-		link, _, _ := strings.Cut(strings.TrimPrefix(resp.header.Get("Link"), "<"), ">")
-		page, err = page.Parse(link)
+		link, found := strings.CutPrefix(resp.header.Get("Link"), "<")
+		if !found {
+			break
+		}
+		page, err = page.Parse(strings.TrimSuffix(link, `>; rel="next"`))
 		must(t, err)
 	}
 
@@ -519,21 +507,22 @@ func TestExpiredIdempotencyKeys(t *testing.T) {
 
 		time.Sleep(2 * time.Minute) // now all but late have expired
 		again := s.create(rex, idempotencyKey("d")).wantNew(t, 6)
-		wantSQL(t, s.file, keys, "c,d,late") // d is new; a and b were deleted
+		wantSQL(t, s.file, keys, "c,d,late") // d has replaced the old d; a and b were deleted
 		s.create(rex, idempotencyKey("d")).wantRepeat(t, again)
 		s.create(rex, idempotencyKey("e")).wantNew(t, 7)
 		wantSQL(t, s.file, keys, "d,e,late")
 	})
 }
 
-// TestBatches adds animals to a locked database, so that many of them share a transaction. An
-// animal that is refused must not keep the others from being stored.
+// TestBatches adds animals to a locked database, so that many of them share a transaction. An animal
+// that is refused must not keep the others from being stored.
 func TestBatches(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	const zoe = `{"name":"Zoe","categoryId":13}`
 	execSQL(t, s.file, `INSERT INTO pets (name, category_id) VALUES ('Zoe', 13);
 		CREATE UNIQUE INDEX one_of_13 ON pets (category_id) WHERE category_id = 13`)
+	before := len(readFile(t, s.file+"-wal"))
 	lockFor(t, s.file, 300*time.Millisecond)
 
 	// Each of 20 clients sends four requests at once, two of them with the same Idempotency-Key.
@@ -558,31 +547,15 @@ func TestBatches(t *testing.T) {
 		r.withoutKey.want(t, 201)
 	}
 	s.log.wantText(t, "UNIQUE constraint failed")
+	// A transaction for each of the 40 animals would write at least three pages each to the WAL: of
+	// pets, its index and sqlite_sequence.
+	if pages := (len(readFile(t, s.file+"-wal")) - before) / 4096; pages > 40*3/2 {
+		t.Fatalf("the WAL has grown by %d pages, want at most half as many", pages)
+	}
 	wantPetCount(t, s.file, 41) // the first Zoe, and two of each client
 	// Only the keys of animals that were stored are kept.
 	wantSQL(t, s.file, "SELECT count(*) FROM idempotency_keys", "20")
 	wantSQL(t, s.file, "SELECT count(*) FROM pets JOIN idempotency_keys USING (id, name)", "20")
-}
-
-// TestGroupCommit adds 40 animals to a locked database: they must share transactions. One for each
-// animal would write at least three pages to the WAL (of pets, its index and sqlite_sequence).
-func TestGroupCommit(t *testing.T) {
-	t.Parallel()
-	s := newService(t)
-	before := len(readFile(t, s.file+"-wal"))
-	lockFor(t, s.file, 300*time.Millisecond)
-
-	var requests sync.WaitGroup
-	for range 40 {
-		requests.Go(func() { s.create(rex) })
-	}
-	requests.Wait()
-
-	wantPetCount(t, s.file, 40)
-	const pageSize, half = 4096, 40 * 3 / 2 // half the pages that 40 transactions would write
-	if grown := len(readFile(t, s.file+"-wal")) - before; grown > half*pageSize {
-		t.Fatalf("the WAL has grown by %d pages, want at most %d", grown/pageSize, half)
-	}
 }
 
 // TestClientThatIsGone sends requests whose client has closed the connection: a whole one must
@@ -671,7 +644,6 @@ func TestRefusedSettings(t *testing.T) {
 		{"-addr " + taken.Addr().String(), withAPIKey, 1, "address already in use"},
 		{"-addr :0", env{}, 1, "API_KEYS is not set"},
 		{"", env{"API_KEYS": ""}, 1, "API_KEYS: the list has no key"},
-		{"", env{"API_KEYS": " , "}, 1, "API_KEYS: the list has no key"},
 		{"", env{"API_KEYS": "one, secret key"}, 1,
 			"API_KEYS: item 2 must consist of visible ASCII characters, without spaces"},
 		{"", env{"API_KEYS": ",,sécret"}, 1, "API_KEYS: item 3 must consist of visible ASCII"},
@@ -680,14 +652,14 @@ func TestRefusedSettings(t *testing.T) {
 	} {
 		dir := t.TempDir()
 		// A flag in c.args replaces the same one before it.
-		args := "-addr 127.0.0.1:0 -db DIR/animals.db " + c.args
-		args = strings.ReplaceAll(args, "DIR", dir)
-		stderr := wantRefusal(t, dir, c.env, c.status, c.message, strings.Fields(args)...)
+		args := strings.Fields("-addr 127.0.0.1:0 -db DIR/animals.db " + c.args)
+		for i := range args {
+			args[i] = strings.ReplaceAll(args[i], "DIR", dir)
+		}
+		stderr := wantRefusal(t, dir, c.env, c.status, c.message, args...)
 		stderr.wantNoText(t, "secret", "sécret", testKey)
 		if c.status != 1 {
 			stderr.wantText(t, "Usage of animalstore:\n")
-		} else if !regexp.MustCompile("^animalstore: .*\n$").MatchString(stderr.String()) {
-			t.Fatalf("%s wrote %q, want one line", args, stderr)
 		}
 	}
 }
@@ -757,11 +729,7 @@ func TestRefusedBackups(t *testing.T) {
 	wantRefused(`copy.db" exists already; name a new file`)
 	must(t, os.Remove(dir+"/copy.db"))
 
-	// The index has its columns in another order than the schema says.
-	execSQL(t, file, `DROP INDEX pets_by_status;
-		CREATE INDEX pets_by_status ON pets (status, id, category_id, name);
-		PRAGMA writable_schema = ON;
-		UPDATE sqlite_schema SET sql = replace(sql, 'category_id, name', 'name, category_id')`)
+	breakIndex(t, file)
 	wantRefused("the database is damaged: row 1 missing from index pets_by_status")
 	execSQL(t, file, "REINDEX")
 
@@ -773,6 +741,16 @@ func TestRefusedBackups(t *testing.T) {
 	wantRefused("unable to open database file (14)")
 }
 
+// breakIndex damages a database: it makes an index with two columns in the wrong order, and then
+// corrects only the SQL of that in the schema. So the rows of the index are not what SQLite expects.
+func breakIndex(t *testing.T, file string) {
+	t.Helper()
+	execSQL(t, file, `DROP INDEX pets_by_status;
+		CREATE INDEX pets_by_status ON pets (status, id, category_id, name);
+		PRAGMA writable_schema = ON;
+		UPDATE sqlite_schema SET sql = replace(sql, 'category_id, name', 'name, category_id')`)
+}
+
 // newClosedDatabase returns the name of a database with one animal, which no service has open.
 func newClosedDatabase(t *testing.T) (file string) {
 	t.Helper()
@@ -782,8 +760,9 @@ func newClosedDatabase(t *testing.T) (file string) {
 	return s.file
 }
 
-// wantRefusal runs the program with args. It must end with this status and message, and change no
-// file in dir. wantRefusal returns what it has written to standard error.
+// wantRefusal runs the program with args. It must end with this status and message, which is one
+// line if the status is 1, and change no file in dir. wantRefusal returns what it has written to
+// standard error.
 func wantRefusal(
 	t *testing.T,
 	dir string,
@@ -802,6 +781,9 @@ func wantRefusal(
 		t.Fatalf("%q: status %d, want %d: %s", args, got, status, stderr)
 	}
 	stderr.wantText(t, message)
+	if status == 1 && !regexp.MustCompile("^animalstore: .*\n$").MatchString(stderr.String()) {
+		t.Fatalf("%q wrote %q, want one line", args, stderr)
+	}
 	if after := readFiles(t, dir); !maps.Equal(before, after) {
 		t.Fatalf("%q has changed files", args)
 	}
@@ -855,12 +837,15 @@ func TestSchema(t *testing.T) {
 	s.create(rex).wantNew(t, 4) // no id is used again
 }
 
-// TestQueryPlans explains the statements that must stay fast with millions of rows: each must use
-// an index. A list by status must find all columns of a pet in the index.
+// TestQueryPlans explains the statements that search: with millions of rows, each must use an index.
+// A list by status must find all columns of a pet in the index.
 func TestQueryPlans(t *testing.T) {
 	t.Parallel()
 	db := connect(t, newService(t).file)
 	for query, index := range map[string]string{
+		selectPetsSQL:     "SEARCH pets USING INTEGER PRIMARY KEY (rowid>?)",
+		selectPetSQL:      "SEARCH pets USING INTEGER PRIMARY KEY (rowid=?)",
+		selectKeySQL:      "SEARCH idempotency_keys USING PRIMARY KEY (caller=? AND key=?)",
 		selectByStatusSQL: "SEARCH pets USING COVERING INDEX pets_by_status (status=? AND id>?)",
 		deleteExpiredSQL:  "SEARCH idempotency_keys USING COVERING INDEX idempotency_keys_by_age",
 	} {
@@ -920,7 +905,7 @@ func TestMigration(t *testing.T) {
 }
 
 // TestLockedDatabase adds an animal while another program holds a lock: it gets 503, and lists go
-// on. If the lock ends within 2 seconds, the animal is added.
+// on. (In TestBatches, the lock ends in time.)
 func TestLockedDatabase(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -930,17 +915,17 @@ func TestLockedDatabase(t *testing.T) {
 	s.log.wantText(t, "level=ERROR", "database is locked")
 	s.get("/v1/pets").want(t, 200).wantBody(t, "[]\n")
 	s.get("/healthz").want(t, 200)
-	unlock()
 
-	lockFor(t, s.file, 300*time.Millisecond)
-	s.create(rex, idempotencyKey("k")).wantNew(t, 1)
+	unlock()
+	s.create(rex).wantNew(t, 1)
 	wantPetCount(t, s.file, 1)
 }
 
 // TestFullDatabase adds animals until the database is full: the next one gets 503, and lists go on.
 func TestFullDatabase(t *testing.T) {
 	t.Parallel()
-	s := openServiceWith(t, "PRAGMA max_page_count = 20")
+	s := newService(t)
+	s.pragma(t, "max_page_count = 20")
 	large := `{"categoryId":1,"name":"` + strings.Repeat("x", 250) + `"}`
 
 	created := 0
@@ -961,7 +946,8 @@ func TestFullDatabase(t *testing.T) {
 // and is not stored. The next one is.
 func TestFailedCommit(t *testing.T) {
 	t.Parallel()
-	s := openServiceWith(t, "PRAGMA foreign_keys = ON")
+	s := newService(t)
+	s.pragma(t, "foreign_keys = ON")
 	execSQL(t, s.file, `CREATE TABLE t (id REFERENCES pets DEFERRABLE INITIALLY DEFERRED);
 		CREATE TRIGGER rule AFTER INSERT ON pets BEGIN INSERT INTO t VALUES (-1); END`)
 	s.create(rex).want(t, 500)
@@ -971,9 +957,8 @@ func TestFailedCommit(t *testing.T) {
 	s.create(rex).want(t, 201)
 }
 
-// TestFailedReads lists animals of which the second cannot be read, because SQLite fails or because
-// its name is missing: that gets 500, and nothing of the page. Each list must give its connection
-// back, or there would be none left for the last ones.
+// TestFailedReads reads animals of which the second cannot be read: that gets 500, and nothing of the
+// page. Each list must give its connection back, or there would be none left for the last ones.
 func TestFailedReads(t *testing.T) {
 	t.Parallel()
 	for name, cause := range map[string]string{
@@ -982,18 +967,39 @@ func TestFailedReads(t *testing.T) {
 	} {
 		s := newService(t)
 		addPets(t, s.file, 2)
-		execSQL(t, s.file, `ALTER TABLE pets RENAME TO old;
-			CREATE VIEW pets AS SELECT id, category_id, status,
-				CASE id WHEN 2 THEN `+name+` ELSE name END AS name FROM old`)
+		replaceSecondName(t, s.file, name)
 
 		for range 100 {
 			s.get("/v1/pets").wantError(t, 500, "internal error")
 		}
 		s.get("/v1/pets?status=sold").want(t, 500)
+		s.get("/v1/pets/2").want(t, 500)
 		s.log.wantText(t, "level=ERROR", cause)
 		s.get("/v1/pets/1").want(t, 200)
-		execSQL(t, s.file, "DROP VIEW pets")
-		s.get("/healthz").wantError(t, 503, unavailable)
+	}
+}
+
+// replaceSecondName puts a view in the place of the table of animals. The view has another name for
+// animal 2: what an SQL expression returns.
+func replaceSecondName(t *testing.T, file, expression string) {
+	t.Helper()
+	execSQL(t, file, `ALTER TABLE pets RENAME TO old;
+		CREATE VIEW pets AS SELECT id, category_id, status,
+			CASE id WHEN 2 THEN `+expression+` ELSE name END AS name FROM old`)
+}
+
+// TestMissingTable drops the table of a running service: it must not be healthy, and the next start
+// must say why in one line.
+func TestMissingTable(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	execSQL(t, s.file, "DROP TABLE pets")
+	s.get("/healthz").wantError(t, 503, unavailable)
+
+	must(t, s.close())
+	_, err := openStore(s.file, s.log.logger())
+	if want := "SQL logic error: no such table: pets (1)"; err == nil || err.Error() != want {
+		t.Fatalf("openStore = %v, want %s", err, want)
 	}
 }
 
@@ -1036,8 +1042,10 @@ func TestReplacedDatabase(t *testing.T) {
 	wantPetCount(t, s.file, 1)
 }
 
-// TestMovedWAL moves the WAL of a running service, or its index, under a fake clock: creates must
-// get 503 within a second, until the file is put back. If it is deleted, a stop must lose nothing.
+// TestMovedWAL moves the WAL of a running service, or its index, under a fake clock. The service
+// looks once a second: then creates must get 503, until the file is put back.
+//
+// Then the test deletes the file. SQLite still has it open, so a stop must lose nothing.
 func TestMovedWAL(t *testing.T) {
 	t.Parallel()
 	for _, suffix := range []string{"-wal", "-shm"} {
@@ -1049,11 +1057,11 @@ func TestMovedWAL(t *testing.T) {
 				must(t, os.Rename(s.file+suffix, s.file+".away"))
 				time.Sleep(time.Second)
 				wantNotInItsPlace(t, s)
-
 				must(t, os.Rename(s.file+".away", s.file+suffix))
 				s.create(rex).want(t, 201)
+
 				must(t, os.Remove(s.file+suffix))
-				s.create(rex).want(t, 201) // the service looks once a second
+				s.create(rex).want(t, 201) // the service has not looked yet
 				time.Sleep(time.Second)
 				wantNotInItsPlace(t, s)
 				must(t, s.close())
@@ -1064,13 +1072,14 @@ func TestMovedWAL(t *testing.T) {
 }
 
 // TestStopBesideAMovedWAL moves the WAL, and stops the service while another program has the
-// database open. The stop must not empty the WAL: the program may have begun a new one, and both
-// would destroy the database.
+// database open. So the service is not the last to close, and SQLite leaves the WAL as it is. The
+// stop must not empty it either: the program may have begun a new WAL, and the content of both would
+// destroy the database.
 func TestStopBesideAMovedWAL(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	s.create(rex).want(t, 201)
-	_, err := connect(t, s.file).Exec("SELECT * FROM pets")
+	_, err := connect(t, s.file).Exec("SELECT * FROM pets") // the connection stays open
 	must(t, err)
 
 	must(t, os.Rename(s.file+"-wal", s.file+".away"))
@@ -1149,7 +1158,7 @@ var (
 )
 
 // TestSlowRequests lets a client send slowly: the service must close its connection after so many
-// seconds. (For headers that end early, net/http sends a 400, but none for slow ones.)
+// seconds. (net/http answers a first line that is cut off with 400, and headers not at all.)
 func TestSlowRequests(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
@@ -1157,16 +1166,16 @@ func TestSlowRequests(t *testing.T) {
 		sent        string
 		eachSecond  string // is sent after that, each second
 		closedAfter int    // seconds
-		want        string // in what the client receives, "" for nothing
+		received    string // by the client, as a regular expression
 	}{
-		{name: "nothing is sent", closedAfter: 5},
-		{name: "the headers end early", sent: "GET /v1/pets HT", closedAfter: 5,
-			want: "HTTP/1.1 400 "},
+		{name: "nothing is sent", closedAfter: 5, received: "^$"},
+		{name: "the first line is cut off", sent: "GET /v1/pets HT", closedAfter: 5,
+			received: "^HTTP/1.1 400 "},
 		{name: "the headers are slow", sent: "GET / HTTP/1.1\r\n", eachSecond: "X: x\r\n",
-			closedAfter: 5},
+			closedAfter: 5, received: "^$"},
 		{name: "the body is slow", sent: rawCreate, eachSecond: " ", closedAfter: 10,
-			want: "the request did not arrive within 10 seconds"},
-		{name: "no other request follows", sent: rawList, closedAfter: 150, want: "\r\n\r\n[]\n"},
+			received: "the request did not arrive within 10 seconds"},
+		{name: "no other request follows", sent: rawList, closedAfter: 150, received: `\[\]\n$`},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			inMemory(t, func(t *testing.T, s *memoryService) {
@@ -1185,8 +1194,8 @@ func TestSlowRequests(t *testing.T) {
 				if took != c.closedAfter {
 					t.Errorf("the connection was closed after %d seconds, want %d", took, c.closedAfter)
 				}
-				if !strings.Contains(got, c.want) || c.want == "" && got != "" {
-					t.Errorf("the client received %q, want %q", got, c.want)
+				if !regexp.MustCompile(c.received).MatchString(got) {
+					t.Errorf("the client received %q, want %s", got, c.received)
 				}
 			})
 		})
@@ -1252,23 +1261,25 @@ func TestInvalidHTTP(t *testing.T) {
 	}
 }
 
-// TestLargeRequests sends requests with large headers or bodies: the client must receive this, and
-// without delay.
-func TestLargeRequests(t *testing.T) {
+// TestUnreadBodies sends requests with bodies that no handler reads, or not to their end, and with
+// large headers: the client must receive this, and without delay.
+func TestUnreadBodies(t *testing.T) {
 	t.Parallel()
 	request := func(line string, headers ...string) string {
 		headers = append(headers, "Host: x", "Connection: close")
 		return line + "\r\n" + strings.Join(headers, "\r\n") + "\r\n\r\n"
 	}
 	body := func(size int) string { return strings.Repeat("x", size) }
+	chunk := func(size int) string { return fmt.Sprintf("%x\r\n", size) } // as it begins
 	const put, authorized = "PUT /v1/pets HTTP/1.1", "Authorization: Bearer " + testKey
 
 	for _, c := range []struct {
 		name, sent string
 		want       string // in what the client receives
-		unread     bool   // the service closes the connection before it has read all
+		cutOff     bool   // the connection is closed before the client has sent all
 	}{
-		{name: "OPTIONS *", sent: request("OPTIONS * HTTP/1.1"), want: "HTTP/1.1 401 "},
+		{name: "OPTIONS * without a body", sent: request("OPTIONS * HTTP/1.1"),
+			want: "HTTP/1.1 401 "},
 		{name: "15 KiB of headers", sent: request("GET /healthz HTTP/1.1", "X: "+body(15<<10)),
 			want: "HTTP/1.1 200 "},
 		{name: "a body", sent: request(put, "Content-Length: 1000000") + body(1000000),
@@ -1277,11 +1288,11 @@ func TestLargeRequests(t *testing.T) {
 			sent: request("PUT / HTTP/1.0", "Content-Length: 1000000") + body(1000000),
 			want: "HTTP/1.0 401 "},
 		{name: "a body in chunks", sent: request(put, "Transfer-Encoding: chunked") +
-			"7a120\r\n" + body(500000) + "\r\n0\r\n\r\n", want: "HTTP/1.1 401 "},
+			chunk(500000) + body(500000) + "\r\n" + chunk(0) + "\r\n", want: "HTTP/1.1 401 "},
 		{name: "a body that is too large to wait for",
 			sent: request(put, "Content-Length: 2000000"), want: "HTTP/1.1 401 "},
 		{name: "a body without an end", sent: request(put, "Transfer-Encoding: chunked") +
-			"ffffff\r\n" + body(3<<20), want: "HTTP/1.1 401 ", unread: true},
+			chunk(9<<20) + body(3<<20), want: "HTTP/1.1 401 ", cutOff: true},
 		{name: "a body that is too large, after 100",
 			sent: request("POST /v1/pets HTTP/1.1", authorized, "Expect: 100-continue",
 				"Content-Length: 500000") + body(500000),
@@ -1306,8 +1317,8 @@ func TestLargeRequests(t *testing.T) {
 				if !strings.Contains(got, c.want) {
 					t.Errorf("the client received %.1000q, want %q", got, c.want)
 				}
-				if err := <-sent; (err != nil) != c.unread {
-					t.Errorf("sending the request failed: %v, want a failure: %v", err, c.unread)
+				if err := <-sent; (err != nil) != c.cutOff {
+					t.Errorf("sending the request failed: %v, want a failure: %v", err, c.cutOff)
 				}
 			})
 		})
@@ -1316,23 +1327,13 @@ func TestLargeRequests(t *testing.T) {
 
 // Tests of a stop: what happens to a connection that a client has opened before.
 
-func TestStopClosesAnIdleConnection(t *testing.T) {
-	inMemory(t, func(t *testing.T, s *memoryService) {
-		conn := s.dial(t)
-		conn.send(t, rawList)
-		conn.receive(t).want(t, 200)
-
-		begun := s.beginStop(t)
-		s.wantStopped(t, begun, drainTime)
-		conn.wantClosed(t)
-	})
-}
-
 func TestStopAnswersOnAnOpenConnection(t *testing.T) {
 	inMemory(t, func(t *testing.T, s *memoryService) {
-		conn := s.dial(t)
+		conn, idle := s.dial(t), s.dial(t)
 		conn.send(t, rawList)
 		conn.receive(t).want(t, 200).wantHeader(t, "Connection", "")
+		idle.send(t, rawList)
+		idle.receive(t).want(t, 200)
 
 		begun := s.beginStop(t)
 		time.Sleep(drainTime - time.Millisecond)
@@ -1340,6 +1341,7 @@ func TestStopAnswersOnAnOpenConnection(t *testing.T) {
 		conn.receive(t).want(t, 200).wantHeader(t, "Connection", "close")
 		s.wantStopped(t, begun, drainTime)
 		conn.wantClosed(t)
+		idle.wantClosed(t)
 	})
 }
 
@@ -1397,7 +1399,7 @@ func TestSettings(t *testing.T) {
 	t.Parallel()
 	file := newFile(t)
 	p := start(t, file, env{"API_KEYS": "one,\n" + testKey + "\n"}, "-addr", "0.0.0.0:0")
-	p.log.wantText(t, " database="+file+" keys=2 version=")
+	p.log.wantText(t, "animals.db", " keys=2 version=")
 	p.log.wantNoText(t, testKey, "api_key")
 	p.get("/v1/pets").want(t, 200)
 	p.get("/v1/pets", "Authorization: Bearer one").want(t, 200)
@@ -1487,18 +1489,18 @@ func TestUnreadLog(t *testing.T) {
 	}
 }
 
-// TestKill kills the program while clients add animals, and starts it again, three times. No animal
-// that was acknowledged may be missing, and a repeat of its create must get the first response.
+// TestKill starts the program, and kills it while clients add animals, three times. No animal that
+// was acknowledged may be missing, and a repeat of its create must get the first response.
 func TestKill(t *testing.T) {
 	t.Parallel()
 	file := newFile(t)
 	acknowledged := map[string]reply{} // by Idempotency-Key, which is also the name of the animal
-	for round, creates := range []int{1, 100, 100} {
+	for round := range 3 {
 		p := start(t, file, withAPIKey)
 		for name, first := range acknowledged {
 			p.create(petNamed(name), idempotencyKey(name)).wantRepeat(t, first)
 		}
-		maps.Copy(acknowledged, createUntilKilled(p, round, creates))
+		maps.Copy(acknowledged, createUntilKilled(p, round))
 	}
 
 	s := openService(t, file)
@@ -1509,9 +1511,9 @@ func TestKill(t *testing.T) {
 	wantSQL(t, file, "PRAGMA integrity_check", "ok")
 }
 
-// createUntilKilled lets 16 clients add animals, kills the program after so many creates, and
-// returns the responses to those that were acknowledged, by Idempotency-Key.
-func createUntilKilled(p *process, round, creates int) map[string]reply {
+// createUntilKilled lets 16 clients add animals, kills the program after 100 creates, and returns the
+// responses to those that were acknowledged, by Idempotency-Key.
+func createUntilKilled(p *process, round int) map[string]reply {
 	acknowledged := map[string]reply{}
 	var mu sync.Mutex // guards acknowledged
 	var clients sync.WaitGroup
@@ -1525,7 +1527,7 @@ func createUntilKilled(p *process, round, creates int) map[string]reply {
 				}
 				mu.Lock()
 				acknowledged[name] = resp
-				if len(acknowledged) == creates {
+				if len(acknowledged) == 100 {
 					p.cmd.Process.Kill()
 				}
 				mu.Unlock()
@@ -1540,28 +1542,42 @@ func createUntilKilled(p *process, round, creates int) map[string]reply {
 
 func petNamed(name string) string { return fmt.Sprintf(`{"name":%q,"categoryId":1}`, name) }
 
-// TestStartAfterKill starts the program after a kill: it must commit to the WAL that the killed
-// process has left, because what is in that may not be on disk.
+// TestStartAfterKill opens the database of a program that was killed: the start must commit to the
+// WAL, because what is in that may not be on disk. If the WAL was deleted, a start must warn of that,
+// but only if the program was killed.
 func TestStartAfterKill(t *testing.T) {
 	t.Parallel()
 	file := newFile(t)
-	p := start(t, file, withAPIKey)
-	p.create(rex).want(t, 201)
-	p.cmd.Process.Kill()
-	p.wait()
-
+	startAndKill(t, file)
 	before := readFile(t, file+"-wal")
-	start(t, file, withAPIKey)
+	s := openService(t, file)
 	if readFile(t, file+"-wal") == before {
 		t.Fatal("the start has committed nothing")
 	}
+	must(t, s.close())
+
+	startAndKill(t, file)
+	must(t, os.Remove(file+"-wal"))
+	const warning = `level=WARN msg="the write-ahead log is missing: animals may be lost"`
+	s.log.wantNoText(t, warning)
+	openService(t, file).log.wantText(t, warning)
 }
 
-// TestPanicInSQLite lets a list and a create panic in SQLite: the program must end with status 1,
-// because the connection may stay in use for ever.
+// startAndKill starts the program on a database, adds an animal, and kills the program.
+func startAndKill(t *testing.T, file string) {
+	t.Helper()
+	p := start(t, file, withAPIKey)
+	p.create(rex).want(t, 201)
+	p.log.wantNoText(t, "is missing")
+	p.cmd.Process.Kill()
+	p.wait()
+}
+
+// TestPanicInSQLite lets requests panic in SQLite: the program must end with status 1, because the
+// connection may stay in use for ever.
 func TestPanicInSQLite(t *testing.T) {
 	t.Parallel()
-	for _, request := range []string{"GET /v1/pets", "POST /v1/pets"} {
+	for _, request := range []string{"GET /v1/pets", "GET /v1/pets/1", "POST /v1/pets"} {
 		file := newFile(t)
 		p := start(t, file, withAPIKey)
 		addPets(t, file, 1)
@@ -1581,26 +1597,25 @@ func TestPanicInSQLite(t *testing.T) {
 
 // openapi.json.
 
-// TestDocument compares openapi.json with the constants of the code, and follows its references.
-// (want compares it with each response.)
+// TestDocument compares openapi.json with the constants of the code. (want compares it with each
+// response.)
 func TestDocument(t *testing.T) {
 	t.Parallel()
-	list := lookup(document, "paths", "/pets", "get")
-	create := lookup(document, "paths", "/pets", "post")
-	limit := lookup(list, "parameters", "limit", "schema")
+	list := document().Paths["/pets"]["get"]
+	create := document().Paths["/pets"]["post"]
 
 	for _, c := range []struct {
 		name      string
 		got, want any
 	}{
-		{"the greatest limit", lookup(limit, "maximum"), maxLimit},
-		{"the default limit", lookup(limit, "default"), defaultLimit},
-		{"the longest page", lookup(document, "components", "schemas", "Pets", "maxItems"), maxLimit},
-		{"the statuses", lookup(list, "parameters", "status", "schema", "enum"), petStatuses},
-		{"the longest Idempotency-Key",
-			lookup(create, "parameters", "Idempotency-Key", "schema", "maxLength"), maxIdempotencyKey},
-		{"the longest name", lookup(document, "components", "schemas", "NewPet", "properties", "name",
-			"maxLength"), maxName},
+		{"the greatest limit", list.parameter("limit").Maximum, maxLimit},
+		{"the default limit", list.parameter("limit").Default, defaultLimit},
+		{"the longest page", list.Responses["200"].Content[jsonType].Schema.MaxItems, maxLimit},
+		{"the statuses", list.parameter("status").Enum, petStatuses},
+		{"the longest Idempotency-Key", create.parameter("Idempotency-Key").MaxLength,
+			maxIdempotencyKey},
+		{"the longest name",
+			create.RequestBody.Content[jsonType].Schema.Properties["name"].MaxLength, maxName},
 	} {
 		if fmt.Sprint(c.got) != fmt.Sprint(c.want) {
 			t.Errorf("openapi.json has %s = %v, want %v", c.name, c.got, c.want)
@@ -1617,54 +1632,80 @@ func TestDocument(t *testing.T) {
 		fmt.Sprintf("waits up to %v seconds, or up to %v behind",
 			busyTimeout.Seconds(), 2*busyTimeout.Seconds()),
 	}
-	for status, code := range wantCodes {
+	for status, code := range errorCodes {
 		sentences = append(sentences, fmt.Sprintf("| %d | `%s` |", status, code))
 	}
-	text := fmt.Sprint(lookup(document, "info", "description"), lookup(create, "description"))
+	text := document().Info.Description + create.Description
 	for _, sentence := range sentences {
 		if !strings.Contains(text, sentence) {
 			t.Errorf("openapi.json has no %q", sentence)
 		}
 	}
+}
 
-	for _, ref := range regexp.MustCompile(`"#/([^"]+)"`).FindAllStringSubmatch(string(openAPI), -1) {
-		if lookup(document, strings.Split(ref[1], "/")...) == nil {
-			t.Errorf("openapi.json has no %s, to which it refers", ref[1])
-		}
+// openAPIDocument is what the tests read of an OpenAPI document.
+type openAPIDocument struct {
+	Info  struct{ Description string }
+	Paths map[string]map[string]*operation // by path and method
+}
+
+type operation struct {
+	Description string
+	Parameters  []struct {
+		Name   string
+		Schema schema
+	}
+	RequestBody struct{ Content content }
+	Responses   map[string]struct { // by status
+		Headers map[string]struct{ Required bool }
+		Content content
 	}
 }
 
-// document is openapi.json.
-var document = decodeDocument()
+// parameter returns the schema of a parameter.
+func (o *operation) parameter(name string) (s schema) {
+	for _, p := range o.Parameters {
+		if p.Name == name {
+			s = p.Schema
+		}
+	}
+	return s
+}
 
-func decodeDocument() (v any) {
-	if err := json.Unmarshal(openAPI, &v); err != nil {
+// content has the schema of a body, by media type.
+type content map[string]struct{ Schema schema }
+
+const jsonType = "application/json"
+
+type schema struct {
+	Default, Maximum, MaxItems, MaxLength int
+	Enum                                  []string
+	Items                                 *schema
+	Properties                            map[string]schema
+}
+
+// document returns openapi.json, with each reference replaced by the component that it names.
+var document = sync.OnceValue(func() (d openAPIDocument) {
+	var named struct {
+		Components map[string]map[string]json.RawMessage
+	}
+	err := json.Unmarshal(openAPI, &named)
+
+	reference := regexp.MustCompile(`\{"\$ref": "#/components/(\w+)/(\w+)"\}`)
+	text := openAPI
+	for reference.Match(text) { // a component may have references, too
+		text = reference.ReplaceAllFunc(text, func(found []byte) []byte {
+			match := reference.FindSubmatch(found)
+			return named.Components[string(match[1])][string(match[2])]
+		})
+	}
+	if err := errors.Join(err, json.Unmarshal(text, &d)); err != nil {
 		panic(err)
 	}
-	return v
-}
+	return d
+})
 
-// lookup follows names, and each $ref, from v, a part of the document. In a list, a name leads to
-// the item with that name. lookup returns nil if there is nothing.
-func lookup(v any, names ...string) any {
-	object, _ := v.(map[string]any)
-	if ref, ok := object["$ref"].(string); ok {
-		return lookup(document, append(strings.Split(ref, "/")[1:], names...)...)
-	}
-	if len(names) == 0 {
-		return v
-	}
-	if items, ok := v.([]any); ok {
-		for _, item := range items {
-			if lookup(item, "name") == names[0] {
-				return lookup(item, names[1:]...)
-			}
-		}
-	}
-	return lookup(object[names[0]], names[1:]...)
-}
-
-// A fuzz test, and a benchmark.
+// A fuzz test.
 
 // FuzzCreatePet adds an animal with any body. It must be refused, or come back as it was sent.
 func FuzzCreatePet(f *testing.F) {
@@ -1675,7 +1716,7 @@ func FuzzCreatePet(f *testing.F) {
 		`{"name":"}]:,{[\"\\<&>\u2028","categoryId":-9223372036854775808,"status":"pending"}`,
 		`{"name":"\uD7A3\uE000\uDBFF\uDFFF\uD800\uDC00","categoryId":9223372036854775807}`,
 		`{"name":"` + strings.Repeat("🐶", 255) + `","categoryId":0,"status":"available"}`,
-		"{}", "[]", `{"name":"\ud83d","categoryId":1e2}`, "{\"name\":\"\xff\"}",
+		"[]", `{"name":"\ud83d","categoryId":1e2}`,
 	} {
 		f.Add(body)
 	}
@@ -1696,20 +1737,6 @@ func FuzzCreatePet(f *testing.F) {
 		delete(got, "id")
 		if !maps.Equal(got, sent) {
 			t.Fatalf("%q = %v, want the animal that was sent", body, got)
-		}
-	})
-}
-
-// BenchmarkCreates adds animals with an Idempotency-Key, from 64 clients for each processor.
-func BenchmarkCreates(b *testing.B) {
-	s := newService(b)
-	var sent atomic.Int64
-	b.SetParallelism(64)
-	b.RunParallel(func(pb *testing.PB) {
-		for pb.Next() {
-			if resp := s.create(rex, idempotencyKey(fmt.Sprint(sent.Add(1)))); resp.status != 201 {
-				b.Errorf("a create = %d %s", resp.status, resp.body)
-			}
 		}
 	})
 }
@@ -1848,30 +1875,12 @@ func (r reply) wantServiceHeaders(t testing.TB) reply {
 func (r reply) wantErrorShape(t testing.TB) {
 	t.Helper()
 	e := decode[apiError](t, r.body)
-	if e.Code != wantCodes[r.status] || e.Message == "" || e.Status != r.status {
+	if e.Code != errorCodes[r.status] || e.Message == "" || e.Status != r.status {
 		t.Fatalf("%.500s = %d %s, want an Error", r.request, r.status, r.body)
 	}
 	if r.status >= 500 && e.Message != "internal error" && e.Message != unavailable {
 		t.Fatalf("%.500s tells the cause: %s", r.request, e.Message)
 	}
-}
-
-// wantCodes has the code of each error.
-var wantCodes = map[int]string{
-	400: "invalid_request",
-	401: "unauthorized",
-	404: "not_found",
-	405: "method_not_allowed",
-	408: "request_timeout",
-	413: "body_too_large",
-	415: "unsupported_media_type",
-	417: "expectation_failed",
-	422: "idempotency_key_reused",
-	431: "headers_too_large",
-	500: "internal",
-	501: "not_implemented",
-	503: "unavailable",
-	505: "http_version_not_supported",
 }
 
 // wantDocumented checks that openapi.json describes a response of an operation: its status, its
@@ -1882,21 +1891,20 @@ func (r reply) wantDocumented(t testing.TB) {
 	path, _, _ := strings.Cut(target, "?")
 	path = regexp.MustCompile(`^/v1/pets/[^/]+$`).ReplaceAllString(path, "/v1/pets/{petId}")
 	path, inVersion := strings.CutPrefix(path, "/v1")
-	operation := lookup(document, "paths", path, strings.ToLower(method))
+	operation := document().Paths[path][strings.ToLower(method)]
 	if operation == nil || !inVersion {
 		return
 	}
-	response := lookup(operation, "responses", strconv.Itoa(r.status))
-	if response == nil {
+	response, found := operation.Responses[strconv.Itoa(r.status)]
+	if !found {
 		t.Fatalf("%s = %d, which openapi.json does not describe", r.request, r.status)
 	}
 
 	names := []string{"Cache-Control", "Connection", "Content-Length", "Content-Type", "Date",
 		"X-Content-Type-Options"}
-	headers, _ := lookup(response, "headers").(map[string]any)
-	for name, header := range headers {
+	for name, header := range response.Headers {
 		names = append(names, http.CanonicalHeaderKey(name))
-		if lookup(header, "required") == true && r.header.Get(name) == "" {
+		if header.Required && r.header.Get(name) == "" {
 			t.Fatalf("%s = %d has no %s, which openapi.json requires", r.request, r.status, name)
 		}
 	}
@@ -1906,15 +1914,15 @@ func (r reply) wantDocumented(t testing.TB) {
 		}
 	}
 
-	schema := lookup(response, "content", "application/json", "schema")
+	schema := response.Content[jsonType].Schema
 	body, isList := strings.CutPrefix(r.body, "[")
 	if isList {
-		schema = lookup(schema, "items")
+		schema = *schema.Items
 	}
 	var object map[string]any
 	json.NewDecoder(strings.NewReader(body)).Decode(&object) // fails for HEAD, and for no animals
 	for name := range object {
-		if lookup(schema, "properties", name) == nil {
+		if _, found := schema.Properties[name]; !found {
 			t.Fatalf("openapi.json has no member %s of %s = %s", name, r.request, r.body)
 		}
 	}
@@ -1980,9 +1988,10 @@ func decode[T any](t testing.TB, body string) (v T) {
 type service struct {
 	client
 	*server
-	file  string
-	log   *logBuffer
-	close func() error // closes the store, once
+	file   string
+	log    *logBuffer
+	writer *sql.DB      // of the store
+	close  func() error // closes the store, once
 }
 
 // newService opens a service on a new database.
@@ -2003,38 +2012,23 @@ func openService(t testing.TB, file string) *service {
 	st, err := openStore(file, log.logger())
 	must(t, err)
 
-	s := &service{file: file, log: log, close: sync.OnceValue(st.close)}
+	s := &service{file: file, log: log, writer: st.writer, close: sync.OnceValue(st.close)}
 	t.Cleanup(func() { must(t, s.close()) })
 	s.server = newServer(routes(st, keys), log.logger())
 	s.client.transport = inProcess{s.server, t.Name()}
 	return s
 }
 
-// openServiceWith opens a service on a new database. Each of its connections runs this pragma
-// first.
-func openServiceWith(t testing.TB, pragma string) *service {
+// pragma runs a PRAGMA on the connection that stores animals.
+func (s *service) pragma(t testing.TB, pragma string) {
 	t.Helper()
-	file := newFile(t)
-	pragmas.Store(file, pragma)
-	return openService(t, file)
+	_, err := s.writer.Exec("PRAGMA " + pragma)
+	must(t, err)
 }
 
-// pragmas has the pragmas of openServiceWith, by the name of the file.
-var pragmas sync.Map
-
-// registerSQL makes SQLite run the pragmas, and adds three SQL functions: sleep_1s sleeps for a
-// second and is true, fail returns an error, and panic_now panics.
+// registerSQL adds three SQL functions to SQLite: sleep_1s sleeps for a second and is true, fail
+// returns an error, and panic_now panics.
 func registerSQL() {
-	sqlite.RegisterConnectionHook(func(conn sqlite.ExecQuerierContext, dsn string) error {
-		var err error
-		pragmas.Range(func(file, pragma any) bool {
-			if strings.Contains(dsn, url.PathEscape(file.(string))) {
-				_, err = conn.ExecContext(context.Background(), pragma.(string), nil)
-			}
-			return err == nil
-		})
-		return err
-	})
 	for name, f := range map[string]func() error{
 		"sleep_1s":  func() error { time.Sleep(time.Second); return nil },
 		"fail":      func() error { return errors.New("a mistake") },
@@ -2344,11 +2338,15 @@ func lock(t testing.TB, file string) (unlock func()) {
 	db := connect(t, file)
 	_, err := db.Exec("BEGIN IMMEDIATE")
 	must(t, err)
-	return func() { must(t, db.Close()) }
+	return func() { db.Close() }
 }
 
-// lockFor takes the write lock of a database for a time, and returns at once.
-func lockFor(t testing.TB, file string, d time.Duration) { time.AfterFunc(d, lock(t, file)) }
+// lockFor takes the write lock of a database, and returns. The lock ends after d.
+func lockFor(t testing.TB, file string, d time.Duration) {
+	t.Helper()
+	unlock := lock(t, file)
+	time.AfterFunc(d, unlock)
+}
 
 // Helpers: files and errors.
 
