@@ -51,7 +51,8 @@ const (
 	maxDiscard = 1 << 20
 )
 
-// serviceHeader has headers of every response. (answer also sets X-Request-Id.)
+// serviceHeader has the headers of all responses, also of those that net/http itself sends. answer
+// adds an X-Request-Id.
 var serviceHeader = http.Header{
 	"Cache-Control":          {"no-store"},
 	"Content-Type":           {"application/json"},
@@ -274,13 +275,15 @@ func (l jsonErrors) Accept() (net.Conn, error) {
 type jsonErrorConn struct{ net.Conn }
 
 // Write sends b. If b is an error of net/http itself, it sends an apiError with the same status
-// instead. net/http writes such an error with one Write. It is the only response that is not JSON.
+// instead. net/http writes such an error with one Write. All other responses but 100
+// Continue are JSON.
 func (c jsonErrorConn) Write(b []byte) (int, error) {
 	if !bytes.HasPrefix(b, []byte("HTTP/")) || bytes.Contains(b, []byte("application/json")) {
 		return c.Conn.Write(b)
 	}
+	// A part of a body may begin with HTTP/, too, but JSON has no empty line, which ends headers.
 	response, err := http.ReadResponse(bufio.NewReader(bytes.NewReader(b)), nil)
-	if err != nil || response.StatusCode < 400 { // b is a part of a body, or 100 Continue
+	if err != nil || response.StatusCode < 400 {
 		return c.Conn.Write(b)
 	}
 

@@ -547,10 +547,10 @@ func TestBatches(t *testing.T) {
 		r.withoutKey.want(t, 201)
 	}
 	s.log.wantText(t, "UNIQUE constraint failed")
-	// A transaction for each of the 40 animals would write at least three pages each to the WAL: of
-	// pets, its index and sqlite_sequence.
-	if pages := (len(readFile(t, s.file+"-wal")) - before) / 4096; pages > 40*3/2 {
-		t.Fatalf("the WAL has grown by %d pages, want at most half as many", pages)
+	// 40 transactions with an animal each would write 120 pages or more to the WAL: of pets, its
+	// index and sqlite_sequence.
+	if pages := (len(readFile(t, s.file+"-wal")) - before) / 4096; pages > 60 {
+		t.Fatalf("the WAL has grown by %d pages, want at most 60", pages)
 	}
 	wantPetCount(t, s.file, 41) // the first Zoe, and two of each client
 	// Only the keys of animals that were stored are kept.
@@ -979,8 +979,8 @@ func TestFailedReads(t *testing.T) {
 	}
 }
 
-// replaceSecondName puts a view in the place of the table of animals. The view has another name for
-// animal 2: what an SQL expression returns.
+// replaceSecondName puts a view in the place of the table of animals. In the view, the name of animal
+// 2 is what an SQL expression returns.
 func replaceSecondName(t *testing.T, file, expression string) {
 	t.Helper()
 	execSQL(t, file, `ALTER TABLE pets RENAME TO old;
@@ -1158,7 +1158,7 @@ var (
 )
 
 // TestSlowRequests lets a client send slowly: the service must close its connection after so many
-// seconds. (net/http answers a first line that is cut off with 400, and headers not at all.)
+// seconds. (net/http answers a first line that is cut off with 400, and slow headers not at all.)
 func TestSlowRequests(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
