@@ -283,9 +283,10 @@ type member struct {
 	value json.RawMessage
 }
 
-// parseObject parses body, which must be one JSON object, and returns its members as they were
-// sent. (json.Unmarshal into a NewPet accepts repeated and unknown members, null, and member names
-// in another case, and it replaces invalid Unicode.)
+// parseObject parses body, which must be one JSON object, and returns its members, also repeated
+// and unknown ones, with their values as they were sent. (json.Unmarshal into a NewPet accepts
+// repeated and unknown members, null, and member names in another case, and it replaces invalid
+// Unicode.)
 func parseObject(body []byte) (members []member, err error) {
 	// Check the syntax. Unlike a Decoder, Unmarshal also finds what follows the object.
 	if err := json.Unmarshal(body, new(json.RawMessage)); err != nil {

@@ -71,7 +71,7 @@ type request struct {
 	*http.Request
 	id         string // the X-Request-Id of the response
 	caller     []byte // the SHA-256 sum of the API key, or nil before the key is found valid
-	bodyWanted bool   // readBody was called: see discardBody
+	bodyWanted bool   // readBody was called
 
 	// The handler may set status, which is 200 at first, and add to responseHeader. If the handler
 	// returns an error, the response has the status of the error, and all of responseHeader.
@@ -140,7 +140,7 @@ func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h hand
 	r.responseHeader.Set("Content-Length", strconv.Itoa(len(content)))
 	w.WriteHeader(r.status)
 	w.Write(content) // an error means that the client is gone, or too slow
-	s.log(r, time.Since(start), err)
+	s.logRequest(r, time.Since(start), err)
 }
 
 // callHandler calls h. It returns a panic as an error with the stack: a 500 for this request alone.
@@ -171,7 +171,8 @@ func errorForClient(err error) *apiError {
 // net/http itself discards only some 256 KB, and usually nothing if the client asks to close the
 // connection, as Python's urllib does, and proxies that speak HTTP/1.0.
 func discardBody(r *request) {
-	// With Expect: 100-continue, a client holds its body back until readBody has asked for it.
+	// A client that sends Expect: 100-continue holds its body back until net/http sends 100
+	// Continue, and that is when readBody reads from the body.
 	heldBack := r.Header.Get("Expect") != "" && !r.bodyWanted
 	if heldBack || r.ContentLength > maxDiscard {
 		return
@@ -191,8 +192,9 @@ func encode(v any) []byte {
 	return b.Bytes()
 }
 
-// log logs a request, the status of its response, and the error of its handler unless that is nil.
-func (s *server) log(r *request, duration time.Duration, err error) {
+// logRequest logs a request, the status of its response, and the error of its handler unless that
+// is nil.
+func (s *server) logRequest(r *request, duration time.Duration, err error) {
 	// The method and the path are cut, because clients decide how long they are.
 	args := []any{
 		"id", r.id,
@@ -275,13 +277,16 @@ func (l jsonErrors) Accept() (net.Conn, error) {
 type jsonErrorConn struct{ net.Conn }
 
 // Write sends b. If b is an error of net/http itself, it sends an apiError with the same status
-// instead. net/http writes such an error with one Write. All other responses but 100
-// Continue are JSON.
+// instead. There are four kinds of b:
+//   - The beginning of a response of answer: its headers name application/json.
+//   - Another part of such a response. It may begin with HTTP/, too, but does not parse as a
+//     response: no JSON of this service has an empty line, which ends the headers of a response.
+//   - 100 Continue.
+//   - An error of net/http: a whole response with a status from 400 on, in one Write.
 func (c jsonErrorConn) Write(b []byte) (int, error) {
 	if !bytes.HasPrefix(b, []byte("HTTP/")) || bytes.Contains(b, []byte("application/json")) {
 		return c.Conn.Write(b)
 	}
-	// A part of a body may begin with HTTP/, too, but JSON has no empty line, which ends headers.
 	response, err := http.ReadResponse(bufio.NewReader(bytes.NewReader(b)), nil)
 	if err != nil || response.StatusCode < 400 {
 		return c.Conn.Write(b)
@@ -294,7 +299,7 @@ func (c jsonErrorConn) Write(b []byte) (int, error) {
 	var replacement bytes.Buffer
 	response.Write(&replacement) // with Connection: close, as in b
 	_, err = c.Conn.Write(replacement.Bytes())
-	return len(b), err // as if b was sent
+	return len(b), err // a Writer must not return less than len(b) without an error
 }
 
 // CloseWrite lets net/http close the connection in two steps, so that a client that is still

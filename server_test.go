@@ -43,10 +43,11 @@ import (
 //	s.get("/v1/pets/2").wantError(t, 404, noAnimal)
 //
 // A request has a valid API key, unless one of its headers says otherwise. want and wantError also
-// check the rules for all responses, and that openapi.json describes this one.
+// check the rules for all responses, and that openapi.json describes those of the operations.
 //
 // Tests of connections run under the fake clock of testing/synctest: see inMemory. Tests of signals
-// and kills start the program as a process: see start. Shared helpers stand at the end of this file.
+// and kills start the program as a process: see start. Shared helpers stand at the end of this
+// file.
 
 // TestMain runs the tests. In a process that a test has started, it runs the program instead.
 func TestMain(m *testing.M) {
@@ -139,6 +140,7 @@ func TestListPets(t *testing.T) {
 	s.get("/v1/pets?after=25").wantBody(t, "[]\n")
 	s.do("HEAD /v1/pets?limit=1", "").want(t, 200).
 		wantHeader(t, "Link", `<pets?after=1&limit=1>; rel="next"`)
+	// These headers change nothing.
 	s.get("/v1/pets", "Accept: text/html", "Content-Type: text/plain", "If-None-Match: *",
 		"Range: bytes=0-3", "Idempotency-Key: a b").want(t, 200)
 }
@@ -514,8 +516,8 @@ func TestExpiredIdempotencyKeys(t *testing.T) {
 	})
 }
 
-// TestBatches adds animals to a locked database, so that many of them share a transaction. An animal
-// that is refused must not keep the others from being stored.
+// TestBatches adds animals to a locked database, so that many of them share a transaction. An
+// animal that is refused must not keep the others from being stored.
 func TestBatches(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -547,8 +549,9 @@ func TestBatches(t *testing.T) {
 		r.withoutKey.want(t, 201)
 	}
 	s.log.wantText(t, "UNIQUE constraint failed")
-	// 40 transactions with an animal each would write 120 pages or more to the WAL: of pets, its
-	// index and sqlite_sequence.
+	// A transaction that adds an animal writes at least three pages to the WAL, of pets, its index
+	// and sqlite_sequence. So 40 transactions, one for each animal, would write 120. A page has
+	// 4096 bytes.
 	if pages := (len(readFile(t, s.file+"-wal")) - before) / 4096; pages > 60 {
 		t.Fatalf("the WAL has grown by %d pages, want at most 60", pages)
 	}
@@ -582,13 +585,13 @@ func TestClientThatIsGone(t *testing.T) {
 func TestLog(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
-	wantLine := func(r reply, level, want string) {
+	wantLine := func(r reply, level, rest string) {
 		t.Helper()
 		lines := strings.Split(strings.TrimSpace(s.log.String()), "\n")
 		_, got, _ := strings.Cut(lines[len(lines)-1], " ") // after the time
 		got = regexp.MustCompile(`duration=[0-9.µm]+s`).ReplaceAllString(got, "duration=D")
-		want = "level=" + level + " msg=request id=" + r.header.Get("X-Request-Id") +
-			" client=192.0.2.1:1234 " + want
+		want := "level=" + level + " msg=request id=" + r.header.Get("X-Request-Id") +
+			" client=192.0.2.1:1234 " + rest
 		if got != want {
 			t.Fatalf("%.50s logged\n%s, want\n%s", r.request, got, want)
 		}
@@ -742,7 +745,8 @@ func TestRefusedBackups(t *testing.T) {
 }
 
 // breakIndex damages a database: it makes an index with two columns in the wrong order, and then
-// corrects only the SQL of that in the schema. So the rows of the index are not what SQLite expects.
+// corrects only the SQL of that in the schema. So the rows of the index are not what SQLite
+// expects.
 func breakIndex(t *testing.T, file string) {
 	t.Helper()
 	execSQL(t, file, `DROP INDEX pets_by_status;
@@ -837,8 +841,8 @@ func TestSchema(t *testing.T) {
 	s.create(rex).wantNew(t, 4) // no id is used again
 }
 
-// TestQueryPlans explains the statements that search: with millions of rows, each must use an index.
-// A list by status must find all columns of a pet in the index.
+// TestQueryPlans explains the statements that search: with millions of rows, each must use an
+// index. A list by status must find all columns of a pet in the index.
 func TestQueryPlans(t *testing.T) {
 	t.Parallel()
 	db := connect(t, newService(t).file)
@@ -957,19 +961,19 @@ func TestFailedCommit(t *testing.T) {
 	s.create(rex).want(t, 201)
 }
 
-// TestFailedReads reads animals of which the second cannot be read: that gets 500, and nothing of the
-// page. Each list must give its connection back, or there would be none left for the last ones.
+// TestFailedReads reads animals of which the second cannot be read: that gets 500, and nothing of
+// the page. Each list must give its connection back, or there would be none left for the last ones.
 func TestFailedReads(t *testing.T) {
 	t.Parallel()
-	for name, cause := range map[string]string{
+	for expression, cause := range map[string]string{ // of the second name
 		"fail()": "a mistake", // see registerSQL
 		"NULL":   "converting NULL to string is unsupported",
 	} {
 		s := newService(t)
 		addPets(t, s.file, 2)
-		replaceSecondName(t, s.file, name)
+		replaceSecondName(t, s.file, expression)
 
-		for range 100 {
+		for range 100 { // more than there are connections
 			s.get("/v1/pets").wantError(t, 500, "internal error")
 		}
 		s.get("/v1/pets?status=sold").want(t, 500)
@@ -979,8 +983,8 @@ func TestFailedReads(t *testing.T) {
 	}
 }
 
-// replaceSecondName puts a view in the place of the table of animals. In the view, the name of animal
-// 2 is what an SQL expression returns.
+// replaceSecondName puts a view in the place of the table of animals. In the view, the name of
+// animal 2 is what an SQL expression returns.
 func replaceSecondName(t *testing.T, file, expression string) {
 	t.Helper()
 	execSQL(t, file, `ALTER TABLE pets RENAME TO old;
@@ -1073,8 +1077,8 @@ func TestMovedWAL(t *testing.T) {
 
 // TestStopBesideAMovedWAL moves the WAL, and stops the service while another program has the
 // database open. So the service is not the last to close, and SQLite leaves the WAL as it is. The
-// stop must not empty it either: the program may have begun a new WAL, and the content of both would
-// destroy the database.
+// stop must not empty it either: the program may have begun a new WAL, and the content of both
+// would destroy the database.
 func TestStopBesideAMovedWAL(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -1089,7 +1093,7 @@ func TestStopBesideAMovedWAL(t *testing.T) {
 	}
 }
 
-// wantNotInItsPlace checks that a service refuses to add animals, and says why, but lists them.
+// wantNotInItsPlace checks that a service refuses to add animals, and logs why, but returns them.
 func wantNotInItsPlace(t *testing.T, s *service) {
 	t.Helper()
 	for range 2 {
@@ -1261,8 +1265,8 @@ func TestInvalidHTTP(t *testing.T) {
 	}
 }
 
-// TestUnreadBodies sends requests with bodies that no handler reads, or not to their end, and with
-// large headers: the client must receive this, and without delay.
+// TestUnreadBodies sends requests with bodies that no handler reads, or not to their end, and two
+// without: the client must receive this, and without delay.
 func TestUnreadBodies(t *testing.T) {
 	t.Parallel()
 	request := func(line string, headers ...string) string {
@@ -1270,16 +1274,16 @@ func TestUnreadBodies(t *testing.T) {
 		return line + "\r\n" + strings.Join(headers, "\r\n") + "\r\n\r\n"
 	}
 	body := func(size int) string { return strings.Repeat("x", size) }
-	chunk := func(size int) string { return fmt.Sprintf("%x\r\n", size) } // as it begins
-	const put, authorized = "PUT /v1/pets HTTP/1.1", "Authorization: Bearer " + testKey
+	// chunk begins a chunk of so many bytes (RFC 9112).
+	chunk := func(size int) string { return fmt.Sprintf("%x\r\n", size) }
+	const put = "PUT /v1/pets HTTP/1.1"
 
 	for _, c := range []struct {
 		name, sent string
 		want       string // in what the client receives
 		cutOff     bool   // the connection is closed before the client has sent all
 	}{
-		{name: "OPTIONS * without a body", sent: request("OPTIONS * HTTP/1.1"),
-			want: "HTTP/1.1 401 "},
+		{name: "OPTIONS *", sent: request("OPTIONS * HTTP/1.1"), want: "HTTP/1.1 401 "},
 		{name: "15 KiB of headers", sent: request("GET /healthz HTTP/1.1", "X: "+body(15<<10)),
 			want: "HTTP/1.1 200 "},
 		{name: "a body", sent: request(put, "Content-Length: 1000000") + body(1000000),
@@ -1291,19 +1295,18 @@ func TestUnreadBodies(t *testing.T) {
 			chunk(500000) + body(500000) + "\r\n" + chunk(0) + "\r\n", want: "HTTP/1.1 401 "},
 		{name: "a body that is too large to wait for",
 			sent: request(put, "Content-Length: 2000000"), want: "HTTP/1.1 401 "},
-		{name: "a body without an end", sent: request(put, "Transfer-Encoding: chunked") +
+		{name: "3 of 9 MiB of a body", sent: request(put, "Transfer-Encoding: chunked") +
 			chunk(9<<20) + body(3<<20), want: "HTTP/1.1 401 ", cutOff: true},
 		{name: "a body that is too large, after 100",
-			sent: request("POST /v1/pets HTTP/1.1", authorized, "Expect: 100-continue",
-				"Content-Length: 500000") + body(500000),
+			sent: request("POST /v1/pets HTTP/1.1", "Authorization: Bearer "+testKey,
+				"Expect: 100-continue", "Content-Length: 500000") + body(500000),
 			want: "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 413 "},
 		{name: "a body that waits for 100",
 			sent: request(put, "Content-Length: 9", "Expect: 100-continue"), want: "HTTP/1.1 401 "},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			inMemory(t, func(t *testing.T, s *memoryService) {
-				begun := time.Now()
-				conn := s.dial(t)
+				begun, conn := time.Now(), s.dial(t)
 				sent := make(chan error, 1)
 				go func() {
 					_, err := io.WriteString(conn, c.sent)
@@ -1327,6 +1330,8 @@ func TestUnreadBodies(t *testing.T) {
 
 // Tests of a stop: what happens to a connection that a client has opened before.
 
+// TestStopAnswersOnAnOpenConnection sends a request while the service stops: it must be answered. A
+// connection without a request must be closed.
 func TestStopAnswersOnAnOpenConnection(t *testing.T) {
 	inMemory(t, func(t *testing.T, s *memoryService) {
 		conn, idle := s.dial(t), s.dial(t)
@@ -1345,6 +1350,7 @@ func TestStopAnswersOnAnOpenConnection(t *testing.T) {
 	})
 }
 
+// TestStopWaitsForARequest stops the service while a request arrives: it must be answered.
 func TestStopWaitsForARequest(t *testing.T) {
 	inMemory(t, func(t *testing.T, s *memoryService) {
 		conn := s.dial(t)
@@ -1358,6 +1364,8 @@ func TestStopWaitsForARequest(t *testing.T) {
 	})
 }
 
+// TestStopCutsOffARequest stops the service while a request arrives that never ends: the service
+// must not wait for it for ever.
 func TestStopCutsOffARequest(t *testing.T) {
 	inMemory(t, func(t *testing.T, s *memoryService) {
 		conn := s.dial(t)
@@ -1370,6 +1378,7 @@ func TestStopCutsOffARequest(t *testing.T) {
 	})
 }
 
+// TestStopClosesASilentConnection stops the service beside a connection on which nothing was sent.
 func TestStopClosesASilentConnection(t *testing.T) {
 	inMemory(t, func(t *testing.T, s *memoryService) {
 		conn := s.dial(t)
@@ -1418,7 +1427,7 @@ func TestMadeKey(t *testing.T) {
 }
 
 // TestSignals stops the program by a signal while clients add animals: no client may be cut off. A
-// second signal, during the stop, must change nothing.
+// second signal, when no client can connect any more, must change nothing.
 func TestSignals(t *testing.T) {
 	t.Parallel()
 	file := newFile(t)
@@ -1511,8 +1520,8 @@ func TestKill(t *testing.T) {
 	wantSQL(t, file, "PRAGMA integrity_check", "ok")
 }
 
-// createUntilKilled lets 16 clients add animals, kills the program after 100 creates, and returns the
-// responses to those that were acknowledged, by Idempotency-Key.
+// createUntilKilled lets 16 clients add animals, kills the program after 100 creates, and returns
+// the responses to those that were acknowledged, by Idempotency-Key.
 func createUntilKilled(p *process, round int) map[string]reply {
 	acknowledged := map[string]reply{}
 	var mu sync.Mutex // guards acknowledged
@@ -1543,8 +1552,8 @@ func createUntilKilled(p *process, round int) map[string]reply {
 func petNamed(name string) string { return fmt.Sprintf(`{"name":%q,"categoryId":1}`, name) }
 
 // TestStartAfterKill opens the database of a program that was killed: the start must commit to the
-// WAL, because what is in that may not be on disk. If the WAL was deleted, a start must warn of that,
-// but only if the program was killed.
+// WAL, because what is in that may not be on disk. If the WAL was deleted, a start must warn of
+// that, but only if the program was killed.
 func TestStartAfterKill(t *testing.T) {
 	t.Parallel()
 	file := newFile(t)
@@ -1597,8 +1606,8 @@ func TestPanicInSQLite(t *testing.T) {
 
 // openapi.json.
 
-// TestDocument compares openapi.json with the constants of the code. (want compares it with each
-// response.)
+// TestDocument compares openapi.json with the constants of the code. (want compares it with the
+// responses of the operations.)
 func TestDocument(t *testing.T) {
 	t.Parallel()
 	list := document().Paths["/pets"]["get"]
@@ -1684,7 +1693,8 @@ type schema struct {
 	Properties                            map[string]schema
 }
 
-// document returns openapi.json, with each reference replaced by the component that it names.
+// document returns openapi.json, with each reference {"$ref": "#/components/KIND/NAME"} replaced by
+// the component that it names.
 var document = sync.OnceValue(func() (d openAPIDocument) {
 	var named struct {
 		Components map[string]map[string]json.RawMessage
@@ -1751,12 +1761,13 @@ const noAPIKey = "no Authorization"
 // idempotencyKey returns the Idempotency-Key header with this value.
 func idempotencyKey(value string) string { return "Idempotency-Key: " + value }
 
-// newRequest returns a request, given as "METHOD /target", with these headers, given as
-// "Name: value". It has testKey, unless one of them is Authorization or noAPIKey.
+// newRequest returns a request, given as "METHOD /target", with these headers, given as "Name:
+// value". It has testKey, unless one of them is Authorization or noAPIKey. It can be sent by a
+// client, and passed to a handler: httptest.NewRequest sets the address of the client.
 func newRequest(request string, body io.Reader, headers ...string) *http.Request {
 	method, target, _ := strings.Cut(request, " ")
 	r := httptest.NewRequest(method, target, body)
-	r.RequestURI = "" // a client must not set it
+	r.RequestURI = "" // only for handlers
 	for _, header := range headers {
 		if name, value, ok := strings.Cut(header, ": "); ok {
 			r.Header.Add(name, value)
@@ -1796,7 +1807,8 @@ func (c client) send(r *http.Request) reply {
 	return newReply(r.Method+" "+r.URL.RequestURI(), resp, err)
 }
 
-// inProcess is an http.RoundTripper that lets a handler in this process answer.
+// inProcess is an http.RoundTripper that lets a handler in this process answer. It panics if there
+// is no response within 20 seconds, so that the name of the test is known.
 type inProcess struct {
 	http.Handler
 	test string // its name
@@ -1884,7 +1896,7 @@ func (r reply) wantErrorShape(t testing.TB) {
 }
 
 // wantDocumented checks that openapi.json describes a response of an operation: its status, its
-// headers, and the members of its body, or of the first item of a list.
+// headers, and the members of its body, or of the items of a list.
 func (r reply) wantDocumented(t testing.TB) {
 	t.Helper()
 	method, target, _ := strings.Cut(strings.Replace(r.request, "HEAD ", "GET ", 1), " ")
@@ -1914,16 +1926,19 @@ func (r reply) wantDocumented(t testing.TB) {
 		}
 	}
 
-	schema := response.Content[jsonType].Schema
-	body, isList := strings.CutPrefix(r.body, "[")
-	if isList {
-		schema = *schema.Items
+	list, item := r.body, response.Content[jsonType].Schema
+	if item.Items != nil {
+		item = *item.Items
+	} else {
+		list = "[" + list + "]" // of one object, or of none for HEAD
 	}
-	var object map[string]any
-	json.NewDecoder(strings.NewReader(body)).Decode(&object) // fails for HEAD, and for no animals
-	for name := range object {
-		if _, found := schema.Properties[name]; !found {
-			t.Fatalf("openapi.json has no member %s of %s = %s", name, r.request, r.body)
+	var objects []map[string]any
+	json.Unmarshal([]byte(list), &objects) // fails for HEAD of a list
+	for _, object := range objects {
+		for name := range object {
+			if _, found := item.Properties[name]; !found {
+				t.Fatalf("openapi.json has no member %s of %s = %s", name, r.request, r.body)
+			}
 		}
 	}
 }
@@ -1970,7 +1985,7 @@ func (r reply) wantHeader(t testing.TB, name, want string) reply {
 	return r
 }
 
-// decode decodes the first value of a body, whose members v must have.
+// decode decodes the first value of a body. It fails if that has a member that v has not.
 func decode[T any](t testing.TB, body string) (v T) {
 	t.Helper()
 	d := json.NewDecoder(strings.NewReader(body))
@@ -2090,7 +2105,7 @@ type memoryService struct {
 	stop     func() // stops the service, and returns when it has ended
 }
 
-// inMemory runs a test, in parallel with others, on a service that serves connections in memory.
+// inMemory calls t.Parallel, and runs a test on a service that serves connections in memory.
 // The clock is that of testing/synctest: it stands still while anything runs.
 func inMemory(t *testing.T, test func(t *testing.T, s *memoryService)) {
 	t.Parallel()
@@ -2164,7 +2179,7 @@ func (c *conn) send(t *testing.T, text string) {
 	must(t, err)
 }
 
-// receive reads a response.
+// receive reads a response. It does not know the request, so want does not look into openapi.json.
 func (c *conn) receive(t *testing.T) reply {
 	t.Helper()
 	resp, err := http.ReadResponse(c.reader, nil)
@@ -2236,7 +2251,7 @@ type process struct {
 }
 
 // start starts the program with a database file, an environment and more args, and waits until it
-// serves. The program is killed at the end of the test.
+// serves. The program is killed at the end of the test: t.Context ends then, before the cleanups.
 func start(t testing.TB, file string, e env, args ...string) *process {
 	t.Helper()
 	args = append([]string{"-addr", "127.0.0.1:0", "-db", file}, args...)

@@ -33,8 +33,8 @@ const (
 // petStatuses has the values of PetStatus. openapi.json and a CHECK in migrations have them, too.
 var petStatuses = []string{"available", "pending", "sold"}
 
-// NewPet is a pet as a client sends it. Its status is never empty: parseNewPet fills in the
-// default. Keep NewPet comparable, because insert uses == to recognize the repeat of a request.
+// NewPet is a pet as a client sends it: the NewPet of the API. Its status is never empty, because
+// parseNewPet fills in the default. Keep it comparable: insert uses == to recognize a repeat.
 type NewPet struct {
 	Name       string `json:"name"`
 	CategoryID int64  `json:"categoryId"`
@@ -92,9 +92,9 @@ type store struct {
 }
 
 // exitOnPanic, deferred, ends the program with status 1 after a panic in list, get or commit. If a
-// statement panics, database/sql may not release its connection, and later ones would wait for it
-// for ever. If commit panics, sync.Once takes the batch as committed, and the creates that wait for
-// it would return pets that are not stored.
+// statement panics, database/sql keeps its connection and its locks, and what needs them later
+// would wait for ever. If commit panics, sync.Once.Do returns to all other creates of the batch as
+// if commit had succeeded, and they would return pets that are not stored.
 func (s *store) exitOnPanic() {
 	if p := recover(); p != nil {
 		s.logger.Error("panic in the store", "panic", p, "stack", string(debug.Stack()))
@@ -192,8 +192,8 @@ func (s *store) create(
 	return c.stored, c.replayed, c.err
 }
 
-// commit stores b in one transaction, and sets the results of its creations. b is s.next, because
-// nothing else replaces that, and commit runs once for each batch.
+// commit stores b in one transaction, and sets the results of its creations. When it is called, b
+// is s.next: only the commit of a batch replaces that batch.
 func (s *store) commit(b *batch) {
 	defer s.exitOnPanic()
 
@@ -207,7 +207,8 @@ func (s *store) commit(b *batch) {
 	s.nextMu.Unlock()
 
 	b.err = markUnavailable(inTx(s.writer, func(tx *sql.Tx) error {
-		now := time.Now() // after BEGIN, which may have waited for a lock
+		// Look at the time and the files after BEGIN, which may have waited for a lock.
+		now := time.Now()
 		if err := s.checkFilesAt(now); err != nil {
 			return fmt.Errorf("%w: %w", errUnavailable, err)
 		}
@@ -265,7 +266,7 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 	return err
 }
 
-// openStore opens the database at path. If there is none, it creates one, and logs a warning.
+// openStore opens the database at path. If it is missing or empty, it makes one, and logs a warning.
 func openStore(path string, logger *slog.Logger) (*store, error) {
 	s := &store{
 		path:    path,
@@ -286,7 +287,7 @@ func (s *store) open() error {
 	if err := checkPath(s.path); err != nil {
 		return err
 	}
-	// After a kill, the WAL and its -shm are both there. After a stop, neither is.
+	// SQLite never leaves a -shm without its WAL: somebody has taken that away.
 	_, errWAL := os.Stat(s.path + "-wal")
 	_, errSHM := os.Stat(s.path + "-shm")
 	if errWAL != nil && errSHM == nil {
@@ -325,10 +326,10 @@ func (s *store) open() error {
 	return nil
 }
 
-// firstCommit commits before there are requests. It sets the schema version to the value that it
-// already has, which SQLite writes to the WAL all the same, and syncs. It has two purposes:
-//   - A process that was killed may have left a pet in the WAL that is only in the memory of the
-//     system, and not on disk. SQLite reads it all the same, and a repeat of its create gets a 201.
+// firstCommit commits before there are requests: it sets the schema version to the value that it
+// already has. SQLite writes that to the WAL all the same, and syncs the whole WAL.
+//   - A killed process may have left a pet in the WAL that is only in the memory of the system, and
+//     not on disk. SQLite reads it, and a repeat of its create gets a 201. Now it is on disk.
 //   - In a new database, this creates the WAL. A create could not, once clients have used up the
 //     file descriptors.
 func (s *store) firstCommit() error {
@@ -394,7 +395,7 @@ func (s *store) openReaders() error {
 //   - The WAL: after a kill, the next start finds only what was copied to the database.
 //   - The -shm: it has the locks, so another program does not see this one, and may delete the WAL.
 //
-// So while a file is not in its place, creates and checkHealth fail, and lists go on.
+// So checkHealth fails at once, and creates within a second. Reads go on.
 func (s *store) checkFiles(suffixes ...string) error {
 	for _, suffix := range suffixes {
 		file, err := os.Stat(s.path + suffix)
@@ -408,9 +409,9 @@ func (s *store) checkFiles(suffixes ...string) error {
 	return nil
 }
 
-// checkFilesAt calls checkFiles in a transaction that began now: for all files once a second, and
-// otherwise for the database alone. Since Linux 6.13, a look at a file makes the next write to it
-// slower, and each transaction writes to the WAL. The caller holds writerMu.
+// checkFilesAt calls checkFiles in a transaction: once a second for all files, otherwise only for
+// the database. Since Linux 6.13 (multigrain timestamps), a stat of a file makes the next write to
+// it store the time anew. For the WAL, that is 10 % of a transaction. The caller holds writerMu.
 func (s *store) checkFilesAt(now time.Time) error {
 	if now.Sub(s.lastCheck) < time.Second {
 		return s.checkFiles("")
@@ -438,7 +439,7 @@ func (s *store) checkHealth() error {
 // database at this path. So close empties it.
 //
 // If only the WAL was moved, close must not empty it: another program may have begun a new one, and
-// the content of both would destroy the database.
+// a database with pages of both is damaged.
 func (s *store) close() error {
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
@@ -451,8 +452,7 @@ func (s *store) close() error {
 	return errors.Join(err, s.readers.Close(), s.writer.Close())
 }
 
-// emptyWAL copies the content of the WAL to the database that is open, wherever that was moved, and
-// truncates the WAL.
+// emptyWAL copies the WAL to the open database, wherever that was moved, and truncates the WAL.
 func (s *store) emptyWAL() error {
 	var busy, ignored int
 	err := s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &ignored, &ignored)
@@ -626,7 +626,7 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 		return err
 	}
 	if err := f(tx); err != nil {
-		// Not deferred: after a panic in a statement, Rollback would wait for a lock for ever.
+		// Not deferred: after a panic, it would wait for ever (see exitOnPanic).
 		tx.Rollback()
 		return err
 	}
