@@ -26,8 +26,8 @@ const (
 	readTimeout       = 10 * time.Second // for the headers and the body
 
 	// writeTimeout runs from the end of the headers of the request to the end of the response. Of
-	// its 25 seconds, the body takes at most 10 (readTimeout), and a create at most 4 (twice
-	// busyTimeout). The other 11 are for the client to read the response.
+	// its 25 seconds, the body takes at most 10 (readTimeout), and a create waits at most 4 for
+	// locks (twice busyTimeout). The other 11 are for the client to read the response.
 	writeTimeout = 25 * time.Second
 
 	// idleTimeout is longer than that of common proxies (nginx 60 seconds, Caddy 120), so that a
@@ -36,12 +36,12 @@ const (
 	idleTimeout = 150 * time.Second
 
 	// drainTime is how long new requests on open connections are still served after a stop signal.
-	// It is longer than a request is on its way, even from another continent.
+	// It is longer than a request takes to arrive, even from another continent.
 	drainTime = 250 * time.Millisecond
 
-	// shutdownTime is how long requests in progress may take after drainTime. It is longer than the
-	// slowest create (twice busyTimeout), and than readHeaderTimeout, which ends a connection that
-	// has sent nothing.
+	// shutdownTime is how long requests in progress may take after drainTime. It is longer than a
+	// create waits for locks (twice busyTimeout), and than readHeaderTimeout, which ends a
+	// connection that has sent nothing.
 	shutdownTime = 6 * time.Second
 
 	maxHeader = 16 << 10 // bytes of the request line and all headers
@@ -99,7 +99,8 @@ func newServer(handlers map[string]handler, logger *slog.Logger) *server {
 
 // ServeHTTP answers a request with the handler of its route.
 func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	// A path that is not clean, such as //v1/pets, is unknown. ServeMux would redirect it.
+	// A path that is not clean, such as //v1/pets, is unknown. ServeMux would redirect most of
+	// them.
 	if p := r.URL.EscapedPath(); p != path.Clean("/"+p) {
 		s.answer(w, r, s.unknownPath)
 		return
@@ -168,11 +169,11 @@ func errorForClient(err error) *apiError {
 // would be reset, and the client could miss the response. So even a 401 waits for the body, for up
 // to readTimeout. A body that is declared to be larger than maxDiscard is not read.
 //
-// net/http itself discards only some 256 KB, and usually nothing if the client asks to close the
+// net/http itself discards at most 256 KiB, and usually nothing if the client asks to close the
 // connection, as Python's urllib does, and proxies that speak HTTP/1.0.
 func discardBody(r *request) {
-	// A client that sends Expect: 100-continue holds its body back until net/http sends 100
-	// Continue, and that is when readBody reads from the body.
+	// A client that sends Expect: 100-continue holds its body back until it gets 100 Continue.
+	// net/http sends that when readBody begins to read.
 	heldBack := r.Header.Get("Expect") != "" && !r.bodyWanted
 	if heldBack || r.ContentLength > maxDiscard {
 		return
@@ -220,8 +221,7 @@ func (s *server) logRequest(r *request, duration time.Duration, err error) {
 }
 
 // serve accepts connections from ln and answers requests until ctx is cancelled. Then it stops
-// within drainTime plus shutdownTime, and returns nil. If it cannot accept connections, it returns
-// an error.
+// within drainTime plus shutdownTime, and returns nil. If ln fails for good, it returns the error.
 func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	srv := &http.Server{
 		Handler:           s,

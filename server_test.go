@@ -43,7 +43,7 @@ import (
 //	s.get("/v1/pets/2").wantError(t, 404, noAnimal)
 //
 // A request has a valid API key, unless one of its headers says otherwise. want and wantError also
-// check the rules for all responses, and that openapi.json describes those of the operations.
+// check the rules for all responses, and that openapi.json describes each response of an operation.
 //
 // Tests of connections run under the fake clock of testing/synctest: see inMemory. Tests of signals
 // and kills start the program as a process: see start. Shared helpers stand at the end of this
@@ -208,8 +208,8 @@ func TestCreatePet(t *testing.T) {
 	s.do("POST /v1/pets?limit=x&a;b&%zz", rex).wantNew(t, 1) // ignores the query
 }
 
-// TestCreatePetRefuses adds animals with bodies that must get 400 with this message, and store
-// nothing.
+// TestCreatePetRefuses adds animals with bodies that must be refused, most with 400 and this
+// message. Nothing must be stored.
 func TestCreatePetRefuses(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -484,8 +484,8 @@ func TestIdempotencyKey(t *testing.T) {
 }
 
 // TestExpiredIdempotencyKeys lets Idempotency-Keys grow old, under a fake clock: after 24 hours,
-// they must add an animal again. Each create with a key must delete two that have expired, and no
-// others.
+// they must add an animal again. Each new animal with a key must delete up to two keys that have
+// expired, and no others.
 func TestExpiredIdempotencyKeys(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -535,7 +535,7 @@ func TestBatches(t *testing.T) {
 
 	for _, r := range replies {
 		if r.first.header.Get("Idempotency-Replayed") != "" {
-			r.first, r.same = r.same, r.first // they arrived in this order
+			r.first, r.same = r.same, r.first // same arrived first
 		}
 		r.first.want(t, 201)
 		r.same.wantRepeat(t, r.first)
@@ -741,7 +741,7 @@ func TestRefusedBackups(t *testing.T) {
 }
 
 // breakIndex damages a database: it makes an index with two columns in the wrong order, and then
-// corrects only the SQL of that in the schema. So the rows of the index are not what SQLite
+// corrects only its SQL in the schema. So the rows of the index are not what SQLite
 // expects.
 func breakIndex(t *testing.T, file string) {
 	t.Helper()
@@ -850,6 +850,7 @@ func TestQueryPlans(t *testing.T) {
 		deleteExpiredSQL:  "SEARCH idempotency_keys USING COVERING INDEX idempotency_keys_by_age",
 	} {
 		var plan []string
+		// Each placeholder is NULL.
 		rows, err := db.Query("EXPLAIN QUERY PLAN "+query, make([]any, strings.Count(query, "?"))...)
 		must(t, err)
 		for rows.Next() {
@@ -971,7 +972,7 @@ func TestFailedReads(t *testing.T) {
 		addPets(t, s.file, 2)
 		replaceSecondName(t, s.file, expression)
 
-		for range 100 { // more than there are connections
+		for range 100 { // more than there are connections, on most machines
 			s.get("/v1/pets").wantError(t, 500, "internal error")
 		}
 		s.get("/v1/pets?status=sold").want(t, 500)
@@ -1006,8 +1007,8 @@ func TestMissingTable(t *testing.T) {
 }
 
 // TestMovedDatabase moves the database of a running service, puts it back, and moves it again.
-// Creates must get 503 while it is away. After a stop, it must have all animals, and a new database
-// in its place must have none.
+// Creates must get 503 while it is away. After a stop, the moved database must have all animals,
+// and a new one in its place must have none.
 func TestMovedDatabase(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -1204,7 +1205,8 @@ func TestSlowRequests(t *testing.T) {
 	}
 }
 
-// TestLateReading lets a client read a response late: it must get it for 25 seconds.
+// TestLateReading lets a client read a response late: after 24 seconds, it must still be there, and
+// after 26 no more.
 func TestLateReading(t *testing.T) {
 	t.Parallel()
 	for wait, want := range map[time.Duration]string{
@@ -1263,8 +1265,8 @@ func TestInvalidHTTP(t *testing.T) {
 	}
 }
 
-// TestUnreadBodies sends requests with bodies that no handler reads, or not to their end, and two
-// without: the client must receive this, and without delay.
+// TestUnreadBodies sends requests with bodies that no handler reads to the end, and two requests
+// without a body. The client must receive the response that it wants, without delay.
 func TestUnreadBodies(t *testing.T) {
 	t.Parallel()
 	request := func(line string, headers ...string) string {
@@ -1765,7 +1767,7 @@ func idempotencyKey(value string) string { return "Idempotency-Key: " + value }
 func newRequest(request string, body io.Reader, headers ...string) *http.Request {
 	method, target, _ := strings.Cut(request, " ")
 	r := httptest.NewRequest(method, target, body)
-	r.RequestURI = "" // only for handlers
+	r.RequestURI = "" // set by httptest, but a client refuses it
 	for _, header := range headers {
 		if name, value, ok := strings.Cut(header, ": "); ok {
 			r.Header.Add(name, value)
@@ -2147,8 +2149,8 @@ func (s *memoryService) beginStop(t *testing.T) time.Time {
 	return time.Now()
 }
 
-// wantStopped waits for the end of a stop, and checks how long it took. net/http looks for it only
-// now and then.
+// wantStopped waits for the end of a stop, and checks how long it took. It may take some 500 ms
+// more, because net/http looks at the connections only now and then.
 func (s *memoryService) wantStopped(t *testing.T, begun time.Time, want time.Duration) {
 	t.Helper()
 	s.stop()
@@ -2351,7 +2353,7 @@ func lock(t testing.TB, file string) (unlock func()) {
 	db := connect(t, file)
 	_, err := db.Exec("BEGIN IMMEDIATE")
 	must(t, err)
-	return func() { db.Close() }
+	return func() { db.Close() } // ends the transaction
 }
 
 // lockFor takes the write lock of a database, and returns. The lock ends after d.

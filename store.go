@@ -92,9 +92,9 @@ type store struct {
 }
 
 // exitOnPanic, deferred, ends the program with status 1 after a panic in list, get or commit. If a
-// statement panics, database/sql keeps its connection and its locks, and what needs them later
-// would wait for ever. If commit panics, sync.Once.Do returns to all other creates of the batch as
-// if commit had succeeded, and they would return pets that are not stored.
+// statement panics, database/sql never frees its connection and locks: whatever needs them waits
+// for ever. If commit panics, sync.Once.Do returns to all other creates of the batch as if commit
+// had succeeded, and they would return pets that are not stored.
 func (s *store) exitOnPanic() {
 	if p := recover(); p != nil {
 		s.logger.Error("panic in the store", "panic", p, "stack", string(debug.Stack()))
@@ -155,7 +155,7 @@ type creation struct {
 // batch has the creations that one transaction stores.
 type batch struct {
 	creations []*creation
-	committed sync.Once // runs commit
+	once      sync.Once // runs commit
 	err       error     // of the transaction
 }
 
@@ -167,11 +167,11 @@ type batch struct {
 // errIdempotencyKeyReused if the two pets differ.
 //
 // After errIdempotencyKeyReused, errRefused or errUnavailable, the pet is not stored. After any
-// other error, it may be stored. While another program locks the database, create takes at most
+// other error, it may be stored. While another program locks the database, create waits at most
 // twice busyTimeout: first the batch before may wait for the lock, and then the batch of this pet.
 //
-// It takes no context: the pet shares a transaction with others, which must be stored even if its
-// client disconnects.
+// It takes no context: a client that disconnects must not roll back the other pets of its
+// transaction.
 func (s *store) create(
 	caller []byte, idempotencyKey string, pet NewPet,
 ) (stored Pet, replayed bool, err error) {
@@ -185,15 +185,15 @@ func (s *store) create(
 	s.nextMu.Unlock()
 
 	// One creation of b runs commit. The others wait in Do until commit has returned.
-	b.committed.Do(func() { s.commit(b) })
+	b.once.Do(func() { s.commit(b) })
 	if b.err != nil {
 		return Pet{}, false, b.err
 	}
 	return c.stored, c.replayed, c.err
 }
 
-// commit stores b in one transaction, and sets the results of its creations. When it is called, b
-// is s.next: only the commit of a batch replaces that batch.
+// commit stores b in one transaction, and sets the results of its creations. b is s.next until
+// commit replaces it, which nothing else does.
 func (s *store) commit(b *batch) {
 	defer s.exitOnPanic()
 
@@ -201,7 +201,7 @@ func (s *store) commit(b *batch) {
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
 
-	// Creations that arrive from now on join a new batch. Only this goroutine uses b.
+	// Creations that arrive from now on join a new batch: b.creations is complete.
 	s.nextMu.Lock()
 	s.next = new(batch)
 	s.nextMu.Unlock()
@@ -266,7 +266,8 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 	return err
 }
 
-// openStore opens the database at path. If it is missing or empty, it makes one, and logs a warning.
+// openStore opens the database at path. If it is missing or empty, it makes one, and logs a
+// warning.
 func openStore(path string, logger *slog.Logger) (*store, error) {
 	s := &store{
 		path:    path,
@@ -287,7 +288,7 @@ func (s *store) open() error {
 	if err := checkPath(s.path); err != nil {
 		return err
 	}
-	// SQLite never leaves a -shm without its WAL: somebody has taken that away.
+	// SQLite never leaves a -shm without its WAL: somebody has removed the WAL.
 	_, errWAL := os.Stat(s.path + "-wal")
 	_, errSHM := os.Stat(s.path + "-shm")
 	if errWAL != nil && errSHM == nil {
@@ -330,8 +331,7 @@ func (s *store) open() error {
 // already has. SQLite writes that to the WAL all the same, and syncs the whole WAL.
 //   - A killed process may have left a pet in the WAL that is only in the memory of the system, and
 //     not on disk. SQLite reads it, and a repeat of its create gets a 201. Now it is on disk.
-//   - In a new database, this creates the WAL. A create could not, once clients have used up the
-//     file descriptors.
+//   - In a new database, this creates the WAL and the -shm, which open then records for checkFiles.
 func (s *store) firstCommit() error {
 	_, err := s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
 	return err
@@ -390,12 +390,12 @@ func (s *store) openReaders() error {
 // checkFiles returns an error if a file with one of these suffixes is not in its place.
 //
 // If a file of an open database is moved, deleted or replaced, SQLite goes on with the file that it
-// has open, and what is added from then on can be lost:
+// has open, and animals can be lost:
 //   - The database: the next start finds none, or another one.
 //   - The WAL: after a kill, the next start finds only what was copied to the database.
-//   - The -shm: it has the locks, so another program does not see this one, and may delete the WAL.
+//   - The -shm: it has the locks, so another program does not see this one, and may reuse the WAL.
 //
-// So checkHealth fails at once, and creates within a second. Reads go on.
+// So checkHealth fails at once, and creates within a second. Reads are not checked.
 func (s *store) checkFiles(suffixes ...string) error {
 	for _, suffix := range suffixes {
 		file, err := os.Stat(s.path + suffix)
@@ -411,7 +411,7 @@ func (s *store) checkFiles(suffixes ...string) error {
 
 // checkFilesAt calls checkFiles in a transaction: once a second for all files, otherwise only for
 // the database. Since Linux 6.13 (multigrain timestamps), a stat of a file makes the next write to
-// it store the time anew. For the WAL, that is 10 % of a transaction. The caller holds writerMu.
+// it store the time anew. For the WAL, it costs a transaction 10 %. The caller holds writerMu.
 func (s *store) checkFilesAt(now time.Time) error {
 	if now.Sub(s.lastCheck) < time.Second {
 		return s.checkFiles("")
@@ -638,7 +638,7 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 func newPool(path, mode string, size int) *sql.DB {
 	query := url.Values{ // see https://pkg.go.dev/modernc.org/sqlite#Driver.Open
 		"mode":      {mode},
-		"_txlock":   {"immediate"}, // SQLite does not wait for a lock when a reader begins to write
+		"_txlock":   {"immediate"}, // a deferred BEGIN would not wait for a lock at its first write
 		"_error_rc": {"1"},         // otherwise, an error can have the message of an earlier one
 		"_pragma": {
 			fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()),
