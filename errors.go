@@ -35,8 +35,8 @@ var errorCodes = map[int]string{
 	http.StatusHTTPVersionNotSupported:     "http_version_not_supported",
 }
 
-// The errors of the store. errRefused and errUnavailable are wrapped together with their cause,
-// which is for the log: the client never sees it.
+// The errors that have a name, because the store returns them. errRefused and errUnavailable are
+// wrapped together with their cause, which is for the log: the client never sees it.
 var (
 	errNotFound = newError(http.StatusNotFound,
 		"there is no animal with this id")

@@ -235,7 +235,7 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 		DisableGeneralOptionsHandler: true, // so that OPTIONS * needs a key
 	}
 
-	served := make(chan error, 1)
+	served := make(chan error, 1) // with a buffer, so that the goroutine ends in any case
 	go func() { served <- srv.Serve(jsonErrors{ln}) }()
 	select {
 	case err := <-served:

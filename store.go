@@ -53,8 +53,7 @@ const petColumns = "id, name, category_id, status"
 // fields returns pointers to the fields of p, to scan petColumns.
 func (p *Pet) fields() []any { return []any{&p.ID, &p.Name, &p.CategoryID, &p.Status} }
 
-// fileSuffixes has the suffixes of the files of an open database: the database itself, its
-// write-ahead log (WAL), and the index of the WAL.
+// fileSuffixes has the suffixes of the files of an open database: see store.
 var fileSuffixes = []string{"", "-wal", "-shm"}
 
 // listOptions says which pets to list.
@@ -64,11 +63,18 @@ type listOptions struct {
 	after  int64  // list only greater ids
 }
 
-// store keeps the pets in an SQLite database. A commit appends to the write-ahead log (WAL), a file
-// with the suffix -wal. SQLite copies the WAL to the database now and then, and when the last
-// connection closes: see https://sqlite.org/wal.html.
+// store keeps the pets in an SQLite database. While it is open, that has three files:
+//   - The database itself.
+//   - Its write-ahead log (WAL), with the suffix -wal. A commit appends to the WAL and syncs it.
+//     Now and then, SQLite copies the WAL to the database, and begins it anew.
+//   - The index of the WAL, with the suffix -shm. It also has the locks of all programs.
 //
-// list, get, create and checkHealth may be called concurrently.
+// When the last connection of all programs closes, SQLite copies the WAL to the database, and
+// deletes both files. A kill leaves them behind, for the next program that opens the database. See
+// https://sqlite.org/wal.html.
+//
+// list, get, create and checkHealth may be called concurrently. They take no context: a query is
+// short, and a client that disconnects must not roll back the other pets of a transaction.
 type store struct {
 	path   string
 	files  map[string]os.FileInfo // the files that were opened, by suffix: see checkFiles
@@ -80,7 +86,7 @@ type store struct {
 	selectPet      *sql.Stmt
 
 	writerMu      sync.Mutex // held while a batch is stored; lock it before nextMu
-	lastCheck     time.Time  // when checkFilesAt last found all files, guarded by writerMu
+	lastCheck     time.Time  // when all files were last in place, guarded by writerMu
 	writer        *sql.DB    // one connection, for creates
 	insertPet     *sql.Stmt
 	selectKey     *sql.Stmt // an Idempotency-Key, with the first response to it
@@ -103,9 +109,6 @@ func (s *store) exitOnPanic() {
 }
 
 // list returns the pets that o selects, by ascending id. Its error may be errUnavailable.
-//
-// It takes no context: a query is short, and for a context that can be cancelled, database/sql
-// would start a goroutine for each query.
 func (s *store) list(o listOptions) ([]Pet, error) {
 	defer s.exitOnPanic()
 	statement, args := s.selectPets, []any{o.after, o.limit}
@@ -152,7 +155,8 @@ type creation struct {
 	err      error // of this pet alone: errIdempotencyKeyReused or errRefused
 }
 
-// batch has the creations that one transaction stores.
+// batch has the creations that one transaction stores. While the batch before is being stored, new
+// creations join it: this is group commit. Then commit stores it, and the next batch begins.
 type batch struct {
 	creations []*creation
 	once      sync.Once // runs commit
@@ -169,16 +173,11 @@ type batch struct {
 // After errIdempotencyKeyReused, errRefused or errUnavailable, the pet is not stored. After any
 // other error, it may be stored. While another program locks the database, create waits at most
 // twice busyTimeout: first the batch before may wait for the lock, and then the batch of this pet.
-//
-// It takes no context: a client that disconnects must not roll back the other pets of its
-// transaction.
 func (s *store) create(
 	caller []byte, idempotencyKey string, pet NewPet,
 ) (stored Pet, replayed bool, err error) {
 	c := &creation{caller: caller, idempotencyKey: idempotencyKey, pet: pet}
 
-	// This is group commit: creations that arrive while one batch is being stored join the next
-	// batch, and one transaction stores them all.
 	s.nextMu.Lock()
 	b := s.next
 	b.creations = append(b.creations, c)
@@ -192,8 +191,8 @@ func (s *store) create(
 	return c.stored, c.replayed, c.err
 }
 
-// commit stores b in one transaction, and sets the results of its creations. b is s.next until
-// commit replaces it, which nothing else does.
+// commit stores b in one transaction, and sets the results of its creations. At first, b is s.next,
+// which nothing but commit replaces.
 func (s *store) commit(b *batch) {
 	defer s.exitOnPanic()
 
@@ -209,7 +208,7 @@ func (s *store) commit(b *batch) {
 	b.err = markUnavailable(inTx(s.writer, func(tx *sql.Tx) error {
 		// Look at the time and the files after BEGIN, which may have waited for a lock.
 		now := time.Now()
-		if err := s.checkFilesAt(now); err != nil {
+		if err := s.checkFilesInCommit(now); err != nil {
 			return fmt.Errorf("%w: %w", errUnavailable, err)
 		}
 		for _, c := range b.creations {
@@ -288,7 +287,7 @@ func (s *store) open() error {
 	if err := checkPath(s.path); err != nil {
 		return err
 	}
-	// SQLite never leaves a -shm without its WAL: somebody has removed the WAL.
+	// Neither a stop nor a kill leaves a -shm without a WAL: somebody has removed the WAL.
 	_, errWAL := os.Stat(s.path + "-wal")
 	_, errSHM := os.Stat(s.path + "-shm")
 	if errWAL != nil && errSHM == nil {
@@ -307,7 +306,7 @@ func (s *store) open() error {
 		return errors.New("SQLite cannot use a write-ahead log here")
 	}
 
-	if err := s.firstCommit(); err != nil {
+	if err := s.syncWAL(); err != nil {
 		return err
 	}
 	for _, suffix := range fileSuffixes {
@@ -327,12 +326,13 @@ func (s *store) open() error {
 	return nil
 }
 
-// firstCommit commits before there are requests: it sets the schema version to the value that it
-// already has. SQLite writes that to the WAL all the same, and syncs the whole WAL.
-//   - A killed process may have left a pet in the WAL that is only in the memory of the system, and
-//     not on disk. SQLite reads it, and a repeat of its create gets a 201. Now it is on disk.
-//   - In a new database, this creates the WAL and the -shm, which open then records for checkFiles.
-func (s *store) firstCommit() error {
+// syncWAL syncs the WAL before there are requests. A killed process may have left a pet in it that
+// is only in the memory of the system, and not on disk. SQLite reads the pet all the same, and a
+// repeat of its create gets a 201.
+//
+// Only a commit syncs the WAL. This one sets the schema version to the value that it already has.
+// In a new database, it also creates the WAL and the -shm.
+func (s *store) syncWAL() error {
 	_, err := s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
 	return err
 }
@@ -374,15 +374,15 @@ func (s *store) prepare() (err error) {
 	return err
 }
 
-// openReaders opens all connections of the readers now. Later, there may be another database at the
-// path, beside the WAL of this one, or no file descriptor.
+// openReaders opens all connections of the readers now. Later, clients may have used up the file
+// descriptors. Or there may be another database at the path, and new connections would read that.
 func (s *store) openReaders() error {
 	for range s.readers.Stats().MaxOpenConnections {
 		rows, err := s.selectPets.Query(0, 1)
 		if err != nil {
 			return err
 		}
-		defer rows.Close() // at the end, so that the next query needs another connection
+		defer rows.Close() // after the loop, so that each query needs another connection
 	}
 	return nil
 }
@@ -409,10 +409,10 @@ func (s *store) checkFiles(suffixes ...string) error {
 	return nil
 }
 
-// checkFilesAt calls checkFiles in a transaction: once a second for all files, otherwise only for
-// the database. Since Linux 6.13 (multigrain timestamps), a stat of a file makes the next write to
-// it store the time anew. For the WAL, it costs a transaction 10 %. The caller holds writerMu.
-func (s *store) checkFilesAt(now time.Time) error {
+// checkFilesInCommit calls checkFiles for all files once a second, and otherwise only for the
+// database. Since Linux 6.13 (multigrain timestamps), a stat of a file makes the next write to it
+// store the time anew. For the WAL, it costs a transaction 10 %. The caller holds writerMu.
+func (s *store) checkFilesInCommit(now time.Time) error {
 	if now.Sub(s.lastCheck) < time.Second {
 		return s.checkFiles("")
 	}
@@ -434,8 +434,7 @@ func (s *store) checkHealth() error {
 
 // close waits until the batch in progress is stored, and closes the store.
 //
-// When the last connection of all programs closes, SQLite copies the WAL to the database, and
-// deletes it. But if the database was moved, the WAL stays, and SQLite would apply it to the next
+// If the database was moved, SQLite does not delete the WAL, and would apply it to the next
 // database at this path. So close empties it.
 //
 // If only the WAL was moved, close must not empty it: another program may have begun a new one, and
@@ -595,7 +594,7 @@ func backup(ctx context.Context, path, target string) error {
 // verify returns an error if the database at path is empty or damaged, is not one of this service,
 // or was written by a newer version.
 func verify(ctx context.Context, path string) error {
-	db := newPool(path, "rw", 1) // with "ro", integrity_check would skip the CHECK constraints
+	db := newPool(path, "rw", 1) // with "ro", SQLite ignores the CHECK constraints of the schema
 	defer db.Close()
 
 	return inTx(db, func(tx *sql.Tx) error {
@@ -638,7 +637,7 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 func newPool(path, mode string, size int) *sql.DB {
 	query := url.Values{ // see https://pkg.go.dev/modernc.org/sqlite#Driver.Open
 		"mode":      {mode},
-		"_txlock":   {"immediate"}, // a deferred BEGIN would not wait for a lock at its first write
+		"_txlock":   {"immediate"}, // a transaction that has read would not wait for a lock to write
 		"_error_rc": {"1"},         // otherwise, an error can have the message of an earlier one
 		"_pragma": {
 			fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()),
