@@ -67,7 +67,7 @@ type listOptions struct {
 //   - The database itself.
 //   - Its write-ahead log (WAL), with the suffix -wal. A commit appends to the WAL and syncs it.
 //     Now and then, SQLite copies the WAL to the database, and begins it anew.
-//   - The index of the WAL, with the suffix -shm. It also has the locks of all programs.
+//   - The index of the WAL, and its locks, with the suffix -shm.
 //
 // When the last connection of all programs closes, SQLite copies the WAL to the database, and
 // deletes both files. A kill leaves them behind, for the next program that opens the database. See
@@ -330,7 +330,7 @@ func (s *store) open() error {
 // is only in the memory of the system, and not on disk. SQLite reads the pet all the same, and a
 // repeat of its create gets a 201.
 //
-// Only a commit syncs the WAL. This one sets the schema version to the value that it already has.
+// A commit syncs the whole WAL. This one sets the schema version to the value that it already has.
 // In a new database, it also creates the WAL and the -shm.
 func (s *store) syncWAL() error {
 	_, err := s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
