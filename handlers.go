@@ -166,20 +166,20 @@ func parseListOptions(query url.Values) (listOptions, error) {
 	o := listOptions{limit: defaultLimit}
 	var f faults
 	for _, name := range slices.Sorted(maps.Keys(query)) { // sorted, so that messages do not vary
-		f.check(len(query[name]) == 1, "%.64q must not be repeated", name)
+		f.require(len(query[name]) == 1, "%.64q must not be repeated", name)
 		value := query[name][0]
 
 		switch name {
 		case "limit":
 			n, ok := parseInt(value)
-			f.check(ok && n >= 1 && n <= maxLimit, "limit must be an integer from 1 to %d", maxLimit)
+			f.require(ok && n >= 1 && n <= maxLimit, "limit must be an integer from 1 to %d", maxLimit)
 			o.limit = int(n)
 		case "status":
 			o.status = value
-			f.checkStatus(value)
+			f.requireStatus(value)
 		case "after":
 			n, ok := parseInt(value)
-			f.check(ok && n >= 0, "after must be an integer from 0 to %d", int64(math.MaxInt64))
+			f.require(ok && n >= 0, "after must be an integer from 0 to %d", int64(math.MaxInt64))
 			o.after = n
 		default:
 			f.add("unknown parameter %.64q", name)
@@ -251,29 +251,29 @@ func parseNewPet(body []byte) (NewPet, error) {
 	var f faults
 	seen := map[string]bool{}
 	for _, m := range members {
-		f.check(!seen[m.name], "%.64q must not be repeated", m.name)
+		f.require(!seen[m.name], "%.64q must not be repeated", m.name)
 		seen[m.name] = true
 
 		var ok bool
 		switch m.name {
 		case "name":
 			p.Name, ok = parseName(m.value)
-			f.check(ok, "name must be a string of 1 to %d characters, not all white space, "+
+			f.require(ok, "name must be a string of 1 to %d characters, not all white space, "+
 				"without U+0000, U+FFFD or unpaired surrogates", maxName)
 		case "categoryId":
 			p.CategoryID, ok = parseInt(string(m.value))
-			f.check(ok, "categoryId must be an integer from %d to %d, "+
+			f.require(ok, "categoryId must be an integer from %d to %d, "+
 				"with no fraction, exponent or quotes", int64(math.MinInt64), int64(math.MaxInt64))
 		case "status":
 			p.Status = unquote(m.value)
-			f.checkStatus(p.Status)
+			f.requireStatus(p.Status)
 		default:
 			f.add("unknown member %.64q", m.name)
 		}
 	}
 
-	f.check(seen["name"], "name is required")
-	f.check(seen["categoryId"], "categoryId is required")
+	f.require(seen["name"], "name is required")
+	f.require(seen["categoryId"], "categoryId is required")
 	return p, f.err()
 }
 
@@ -339,16 +339,16 @@ func (f *faults) add(format string, args ...any) {
 	}
 }
 
-// check adds a fault unless ok is true.
-func (f *faults) check(ok bool, format string, args ...any) {
+// require adds a fault unless ok is true.
+func (f *faults) require(ok bool, format string, args ...any) {
 	if !ok {
 		f.add(format, args...)
 	}
 }
 
-// checkStatus adds a fault unless status is one of petStatuses.
-func (f *faults) checkStatus(status string) {
-	f.check(slices.Contains(petStatuses, status),
+// requireStatus adds a fault unless status is one of petStatuses.
+func (f *faults) requireStatus(status string) {
+	f.require(slices.Contains(petStatuses, status),
 		"status must be one of %s, or be left out", strings.Join(petStatuses, ", "))
 }
 

@@ -70,8 +70,8 @@ type handler func(r *request) (body any, err error)
 type request struct {
 	*http.Request
 	id         string // the X-Request-Id of the response
-	caller     []byte // the SHA-256 sum of the API key, or nil before the key is found valid
-	bodyWanted bool   // readBody was called
+	caller     []byte // the SHA-256 sum of the API key, set by requireKey if the key is valid
+	bodyWanted bool   // readBody was called, and has begun to read
 
 	// The handler may set status, which is 200 at first, and add to responseHeader. If the handler
 	// returns an error, the response has the status of the error, and all of responseHeader.
@@ -128,7 +128,7 @@ func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h hand
 	if r.status == http.StatusServiceUnavailable {
 		r.responseHeader.Set("Retry-After", "1") // seconds
 	}
-	// A client without a valid API key must not hold a connection for idleTimeout.
+	// Without a valid API key, a client must not hold a connection for idleTimeout.
 	if r.caller == nil || s.draining.Load() {
 		r.responseHeader.Set("Connection", "close")
 	}
@@ -167,13 +167,15 @@ func errorForClient(err error) *apiError {
 // discardBody reads what the handler has not read of the body, up to maxDiscard. Many clients send
 // the whole body before they read the response. If the service closed the connection meanwhile, it
 // would be reset, and the client could miss the response. So even a 401 waits for the body, for up
-// to readTimeout. A body that is declared to be larger than maxDiscard is not read.
+// to readTimeout.
+//
+// It does not wait for a body that is declared to be larger than maxDiscard, nor for one that the
+// client holds back. With Expect: 100-continue, a client waits for 100 Continue, which net/http
+// sends at the first read from the body.
 //
 // net/http itself discards at most 256 KiB, and usually nothing if the client asks to close the
 // connection, as Python's urllib does, and proxies that speak HTTP/1.0.
 func discardBody(r *request) {
-	// A client that sends Expect: 100-continue holds its body back until it gets 100 Continue.
-	// net/http sends that when readBody begins to read.
 	heldBack := r.Header.Get("Expect") != "" && !r.bodyWanted
 	if heldBack || r.ContentLength > maxDiscard {
 		return

@@ -155,8 +155,11 @@ type creation struct {
 	err      error // of this pet alone: errIdempotencyKeyReused or errRefused
 }
 
-// batch has the creations that one transaction stores. While the batch before is being stored, new
-// creations join it: this is group commit. Then commit stores it, and the next batch begins.
+// batch has the creations that one transaction stores. This is group commit:
+//  1. Each creation joins s.next, and calls once.Do. The first call runs commit.
+//  2. commit waits until the batch before is stored. Meanwhile, more creations join.
+//  3. commit puts a new batch in s.next, and stores the creations that have joined the old one.
+//  4. Once they are stored, Do returns to all of them.
 type batch struct {
 	creations []*creation
 	once      sync.Once // runs commit
@@ -183,7 +186,6 @@ func (s *store) create(
 	b.creations = append(b.creations, c)
 	s.nextMu.Unlock()
 
-	// One creation of b runs commit. The others wait in Do until commit has returned.
 	b.once.Do(func() { s.commit(b) })
 	if b.err != nil {
 		return Pet{}, false, b.err
@@ -191,18 +193,15 @@ func (s *store) create(
 	return c.stored, c.replayed, c.err
 }
 
-// commit stores b in one transaction, and sets the results of its creations. At first, b is s.next,
-// which nothing but commit replaces.
+// commit stores b, which is s.next, in one transaction, and sets the results of its creations.
 func (s *store) commit(b *batch) {
 	defer s.exitOnPanic()
 
-	// Wait until the batch before b is stored. Meanwhile, more creations can join b.
-	s.writerMu.Lock()
+	s.writerMu.Lock() // waits until the batch before b is stored
 	defer s.writerMu.Unlock()
 
-	// Creations that arrive from now on join a new batch: b.creations is complete.
 	s.nextMu.Lock()
-	s.next = new(batch)
+	s.next = new(batch) // now b.creations is complete
 	s.nextMu.Unlock()
 
 	b.err = markUnavailable(inTx(s.writer, func(tx *sql.Tx) error {
@@ -287,7 +286,7 @@ func (s *store) open() error {
 	if err := checkPath(s.path); err != nil {
 		return err
 	}
-	// Neither a stop nor a kill leaves a -shm without a WAL: somebody has removed the WAL.
+	// SQLite deletes the -shm before the WAL. So if only the -shm is there, the WAL was removed.
 	_, errWAL := os.Stat(s.path + "-wal")
 	_, errSHM := os.Stat(s.path + "-shm")
 	if errWAL != nil && errSHM == nil {
@@ -330,8 +329,8 @@ func (s *store) open() error {
 // is only in the memory of the system, and not on disk. SQLite reads the pet all the same, and a
 // repeat of its create gets a 201.
 //
-// A commit syncs the whole WAL. This one sets the schema version to the value that it already has.
-// In a new database, it also creates the WAL and the -shm.
+// So commit once, and set the schema version to the value that it has: SQLite writes that all the
+// same, and syncs the whole WAL. In a new database, this also creates the WAL and the -shm.
 func (s *store) syncWAL() error {
 	_, err := s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
 	return err
@@ -434,11 +433,11 @@ func (s *store) checkHealth() error {
 
 // close waits until the batch in progress is stored, and closes the store.
 //
-// If the database was moved, SQLite does not delete the WAL, and would apply it to the next
-// database at this path. So close empties it.
-//
-// If only the WAL was moved, close must not empty it: another program may have begun a new one, and
-// a database with pages of both is damaged.
+// In two cases, SQLite does not end the WAL as usual (see store):
+//   - The database was moved. SQLite leaves the WAL behind, and would apply it to the next database
+//     at this path. So close empties it.
+//   - Only the WAL was moved. Another program may have begun a new one, and a database with pages
+//     of both is damaged. So close does not empty it.
 func (s *store) close() error {
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
@@ -637,7 +636,7 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 func newPool(path, mode string, size int) *sql.DB {
 	query := url.Values{ // see https://pkg.go.dev/modernc.org/sqlite#Driver.Open
 		"mode":      {mode},
-		"_txlock":   {"immediate"}, // a transaction that has read would not wait for a lock to write
+		"_txlock":   {"immediate"}, // otherwise, one that has read does not wait for a lock to write
 		"_error_rc": {"1"},         // otherwise, an error can have the message of an earlier one
 		"_pragma": {
 			fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()),
@@ -672,8 +671,7 @@ func sqliteCode(err error) int {
 }
 
 // checkPath returns an error if SQLite must not open the database at path:
-//   - There is a WAL but no database, or an empty one. SQLite would delete the WAL. (Whether a WAL
-//     belongs to the database beside it is not checked.)
+//   - There is a WAL but no database, or an empty one. SQLite would delete the WAL.
 //   - The database is a symbolic link. Its WAL is beside the file that the link leads to.
 func checkPath(path string) error {
 	database, _ := os.Lstat(path)
