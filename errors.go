@@ -28,7 +28,7 @@ var errorCodes = map[int]string{
 	http.StatusInternalServerError:   "internal",
 	http.StatusServiceUnavailable:    "unavailable",
 
-	// These come from net/http: see jsonErrors.
+	// These come from net/http: see jsonErrorListener.
 	http.StatusExpectationFailed:           "expectation_failed",
 	http.StatusRequestHeaderFieldsTooLarge: "headers_too_large",
 	http.StatusNotImplemented:              "not_implemented",

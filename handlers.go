@@ -237,7 +237,7 @@ func readBody(r *request) ([]byte, error) {
 	return body, nil
 }
 
-// parseNewPet parses body as a NewPet. Its error is a 400 that lists the faults, up to maxFaults.
+// parseNewPet parses body as a NewPet. Its error is a 400 that names the faults, up to maxFaults.
 func parseNewPet(body []byte) (NewPet, error) {
 	p := NewPet{Status: "available"}
 	if !utf8.Valid(body) {

@@ -8,7 +8,7 @@
 //
 // Three promises shape the code:
 //   - A 201 means that the pet is on disk. A transaction waits for the disk, so creates that arrive
-//     at the same time share one (create in store.go).
+//     meanwhile share the next one (create in store.go).
 //   - A client can repeat a create safely, with an Idempotency-Key (insert in store.go).
 //   - A pet is stored exactly as it was sent, or refused (parseNewPet in handlers.go).
 package main

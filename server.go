@@ -71,7 +71,7 @@ type request struct {
 	*http.Request
 	id         string // the X-Request-Id of the response
 	caller     []byte // the SHA-256 sum of the API key, set by requireKey if the key is valid
-	bodyWanted bool   // readBody was called, and has begun to read
+	bodyWanted bool   // readBody has begun to read the body
 
 	// The handler may set status, which is 200 at first, and add to responseHeader. If the handler
 	// returns an error, the response has the status of the error, and all of responseHeader.
@@ -128,7 +128,7 @@ func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h hand
 	if r.status == http.StatusServiceUnavailable {
 		r.responseHeader.Set("Retry-After", "1") // seconds
 	}
-	// Without a valid API key, a client must not hold a connection for idleTimeout.
+	// Only a client whose API key was checked may hold a connection for idleTimeout.
 	if r.caller == nil || s.draining.Load() {
 		r.responseHeader.Set("Connection", "close")
 	}
@@ -166,15 +166,14 @@ func errorForClient(err error) *apiError {
 
 // discardBody reads what the handler has not read of the body, up to maxDiscard. Many clients send
 // the whole body before they read the response. If the service closed the connection meanwhile, it
-// would be reset, and the client could miss the response. So even a 401 waits for the body, for up
-// to readTimeout.
+// would be reset, and the client could miss the response. net/http itself reads at most 256 KiB,
+// and usually nothing if the client asks to close the connection, as Python's urllib does, and
+// proxies that speak HTTP/1.0.
 //
-// It does not wait for a body that is declared to be larger than maxDiscard, nor for one that the
-// client holds back. With Expect: 100-continue, a client waits for 100 Continue, which net/http
-// sends at the first read from the body.
-//
-// net/http itself discards at most 256 KiB, and usually nothing if the client asks to close the
-// connection, as Python's urllib does, and proxies that speak HTTP/1.0.
+// So even a 401 waits for the body, for up to readTimeout. There are two exceptions:
+//   - A body that is declared to be larger than maxDiscard.
+//   - A body that the client holds back. With Expect: 100-continue, it waits for 100 Continue,
+//     which net/http sends when readBody begins to read.
 func discardBody(r *request) {
 	heldBack := r.Header.Get("Expect") != "" && !r.bodyWanted
 	if heldBack || r.ContentLength > maxDiscard {
@@ -238,7 +237,7 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	}
 
 	served := make(chan error, 1) // with a buffer, so that the goroutine ends in any case
-	go func() { served <- srv.Serve(jsonErrors{ln}) }()
+	go func() { served <- srv.Serve(jsonErrorListener{ln}) }()
 	select {
 	case err := <-served:
 		return err
@@ -263,11 +262,11 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	return nil
 }
 
-// jsonErrors is a listener for connections that send the errors of net/http itself as apiErrors.
-// net/http answers invalid HTTP in plain text, and no handler sees such a request.
-type jsonErrors struct{ net.Listener }
+// jsonErrorListener is a listener whose connections send the errors of net/http itself as
+// apiErrors. net/http answers invalid HTTP in plain text, and no handler sees such a request.
+type jsonErrorListener struct{ net.Listener }
 
-func (l jsonErrors) Accept() (net.Conn, error) {
+func (l jsonErrorListener) Accept() (net.Conn, error) {
 	conn, err := l.Listener.Accept()
 	if err != nil {
 		return nil, err
@@ -275,7 +274,7 @@ func (l jsonErrors) Accept() (net.Conn, error) {
 	return jsonErrorConn{conn}, nil
 }
 
-// jsonErrorConn is a connection of jsonErrors.
+// jsonErrorConn is a connection of a jsonErrorListener.
 type jsonErrorConn struct{ net.Conn }
 
 // Write sends b. If b is an error of net/http itself, it sends an apiError with the same status

@@ -186,6 +186,7 @@ func (s *store) create(
 	b.creations = append(b.creations, c)
 	s.nextMu.Unlock()
 
+	// The first call for b runs commit. The others wait until that has returned.
 	b.once.Do(func() { s.commit(b) })
 	if b.err != nil {
 		return Pet{}, false, b.err
@@ -409,8 +410,9 @@ func (s *store) checkFiles(suffixes ...string) error {
 }
 
 // checkFilesInCommit calls checkFiles for all files once a second, and otherwise only for the
-// database. Since Linux 6.13 (multigrain timestamps), a stat of a file makes the next write to it
-// store the time anew. For the WAL, it costs a transaction 10 %. The caller holds writerMu.
+// database. Since Linux 6.13 (multigrain timestamps), the first write to a file after a stat has to
+// store its time anew. A commit writes to the WAL, and takes 10 % longer then; it does not write to
+// the database. The caller holds writerMu.
 func (s *store) checkFilesInCommit(now time.Time) error {
 	if now.Sub(s.lastCheck) < time.Second {
 		return s.checkFiles("")
@@ -433,11 +435,9 @@ func (s *store) checkHealth() error {
 
 // close waits until the batch in progress is stored, and closes the store.
 //
-// In two cases, SQLite does not end the WAL as usual (see store):
-//   - The database was moved. SQLite leaves the WAL behind, and would apply it to the next database
-//     at this path. So close empties it.
-//   - Only the WAL was moved. Another program may have begun a new one, and a database with pages
-//     of both is damaged. So close does not empty it.
+// If the database was moved, SQLite leaves the WAL behind, and would apply it to the next database
+// at this path. So close empties it. It does not if only the WAL was moved: another program may
+// have begun a new one, and a database with pages of both is damaged.
 func (s *store) close() error {
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
@@ -636,7 +636,7 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 func newPool(path, mode string, size int) *sql.DB {
 	query := url.Values{ // see https://pkg.go.dev/modernc.org/sqlite#Driver.Open
 		"mode":      {mode},
-		"_txlock":   {"immediate"}, // otherwise, one that has read does not wait for a lock to write
+		"_txlock":   {"immediate"}, // lock at BEGIN: after a read, SQLite would not wait to write
 		"_error_rc": {"1"},         // otherwise, an error can have the message of an earlier one
 		"_pragma": {
 			fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()),
