@@ -240,7 +240,7 @@ func TestCreatePetRefuses(t *testing.T) {
 			`"name" must not be repeated`},
 		{"a long member is cut", `{"` + long + `":1,"name":"x","categoryId":1}`,
 			`unknown member "` + strings.Repeat("é", 64) + `"`},
-		{"several faults", `{"status":1,"name":1,"x":{"name":2},"categoryId":[]}`,
+		{"several faults", `{"status":1,"name":1,"x":{"name":2},"categoryId":null}`,
 			statusRule + "; " + nameRule + `; unknown member "x"; ` + categoryRule},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -1730,7 +1730,7 @@ func FuzzCreatePet(f *testing.F) {
 		`{"name":"}]:,{[\"\\<&>\u2028","categoryId":-9223372036854775808,"status":"pending"}`,
 		`{"name":"\uD7A3\uE000\uDBFF\uDFFF\uD800\uDC00","categoryId":9223372036854775807}`,
 		`{"name":"` + strings.Repeat("🐶", 255) + `","categoryId":0,"status":"available"}`,
-		"[]", `{"name":"\ud83d","categoryId":1e2}`,
+		`{"name":"x","categoryId":1e2}`, `{"name":"x","categoryId":-0}`,
 	} {
 		f.Add(body)
 	}
