@@ -680,8 +680,7 @@ func checkPath(path string) error {
 	}
 	wal, _ := os.Stat(path + "-wal")
 	if (database == nil || database.Size() == 0) && wal != nil && wal.Size() > 0 {
-		return fmt.Errorf("there is a write-ahead log, %q, but no database: put its database back",
-			path+"-wal")
+		return fmt.Errorf("there is a write-ahead log, %q, but no database", path+"-wal")
 	}
 	return nil
 }
