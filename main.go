@@ -10,7 +10,8 @@
 //   - A 201 means that the pet is on disk. A transaction waits for the disk, so creates that arrive
 //     meanwhile share the next one (create in store.go).
 //   - A client can repeat a create safely, with an Idempotency-Key (insert in store.go).
-//   - A pet is stored exactly as it was sent, or refused (parseNewPet in handlers.go).
+//   - The members of a pet are stored exactly as they were sent, or the pet is refused (parseNewPet
+//     in handlers.go).
 package main
 
 import (

@@ -36,7 +36,7 @@ const (
 	idleTimeout = 150 * time.Second
 
 	// drainTime is how long new requests on open connections are still served after a stop signal.
-	// It is longer than a request takes to arrive, even from another continent.
+	// It is longer than a small request is on its way, even from another continent.
 	drainTime = 250 * time.Millisecond
 
 	// shutdownTime is how long requests in progress may take after drainTime. It is longer than a
@@ -167,8 +167,8 @@ func errorForClient(err error) *apiError {
 // discardBody reads what the handler has not read of the body, up to maxDiscard. Many clients send
 // the whole body before they read the response. If the service closed the connection meanwhile, it
 // would be reset, and the client could miss the response. net/http itself reads at most 256 KiB,
-// and usually nothing if the client asks to close the connection, as Python's urllib does, and
-// proxies that speak HTTP/1.0.
+// and usually nothing if the client asks to close the connection, as Python's urllib and proxies
+// that speak HTTP/1.0 do.
 //
 // So even a 401 waits for the body, for up to readTimeout. There are two exceptions:
 //   - A body that is declared to be larger than maxDiscard.
@@ -263,7 +263,8 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 }
 
 // jsonErrorListener is a listener whose connections send the errors of net/http itself as
-// apiErrors. net/http answers invalid HTTP in plain text, and no handler sees such a request.
+// apiErrors, because the API promises one form for all errors. net/http answers invalid HTTP in
+// plain text, and no handler sees such a request.
 type jsonErrorListener struct{ net.Listener }
 
 func (l jsonErrorListener) Accept() (net.Conn, error) {

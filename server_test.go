@@ -46,7 +46,7 @@ import (
 // check the rules for all responses, and that openapi.json describes each response of an operation.
 //
 // Tests of connections run under the fake clock of testing/synctest: see inMemory. Tests of signals
-// and kills start the program as a process: see start. Shared helpers stand at the end of this
+// and kills start the program as a process: see start. Most helpers stand at the end of this
 // file.
 
 // TestMain runs the tests. In a process that a test has started, it runs the program instead.
@@ -942,9 +942,9 @@ func TestFullDatabase(t *testing.T) {
 	s.create(rex).want(t, 201)
 }
 
-// TestFailedTransactions adds an animal that breaks a constraint which only COMMIT checks, and one
-// whose Idempotency-Key cannot be stored, because fail() fails (see registerSQL). Each must get
-// 500, and not be stored. The next one must be.
+// TestFailedTransactions adds an animal whose COMMIT fails, because a trigger adds a row that
+// breaks a deferred constraint. Then it adds one whose Idempotency-Key cannot be stored, because
+// fail() fails (see registerSQL). Each must get 500, and not be stored. The next one must be.
 func TestFailedTransactions(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -1095,7 +1095,7 @@ func TestStopBesideAMovedWAL(t *testing.T) {
 // wantNotInItsPlace checks that a service refuses to add animals, and logs why, but returns them.
 func wantNotInItsPlace(t *testing.T, s *service) {
 	t.Helper()
-	for range 2 {
+	for range 2 { // a failed look at the files must not count as the look of this second
 		s.create(rex).wantError(t, 503, unavailable)
 	}
 	s.log.wantText(t, "level=ERROR", "the database is not in its place")
@@ -1103,8 +1103,9 @@ func wantNotInItsPlace(t *testing.T, s *service) {
 	s.get("/v1/pets/1").want(t, 200)
 }
 
-// TestListsOfAMovedDatabase sends four slow lists at once, so that the service uses several
-// connections: each must read the database that was moved.
+// TestListsOfAMovedDatabase sends four lists at once, which sleep_1s() makes slow (see registerSQL),
+// so that the service uses four connections. openReaders must have opened them before the database
+// was moved.
 func TestListsOfAMovedDatabase(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -1329,7 +1330,7 @@ func TestRawRequests(t *testing.T) {
 	}
 }
 
-// Tests of a stop: what happens to a connection that a client has opened before.
+// Tests of serve: what happens to open connections at a stop, and a broken listener.
 
 // TestStopAnswersOnAnOpenConnection sends a request while the service stops: it must be answered. A
 // connection without a request must be closed.

@@ -330,8 +330,8 @@ func (s *store) open() error {
 // is only in the memory of the system, and not on disk. SQLite reads the pet all the same, and a
 // repeat of its create gets a 201.
 //
-// So commit once, and set the schema version to the value that it has: SQLite writes that all the
-// same, and syncs the whole WAL. In a new database, this also creates the WAL and the -shm.
+// So set the schema version to the value that it has after migrate. SQLite commits even that, and
+// syncs the whole WAL. In a new database, this also creates the WAL and the -shm.
 func (s *store) syncWAL() error {
 	_, err := s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
 	return err
@@ -411,8 +411,8 @@ func (s *store) checkFiles(suffixes ...string) error {
 
 // checkFilesInCommit calls checkFiles for all files once a second, and otherwise only for the
 // database. Since Linux 6.13 (multigrain timestamps), the first write to a file after a stat has to
-// store its time anew. A commit writes to the WAL, and takes 10 % longer then; it does not write to
-// the database. The caller holds writerMu.
+// store its time anew. A commit writes to the WAL, and takes 10 % longer then; to the database, it
+// writes only now and then. The caller holds writerMu.
 func (s *store) checkFilesInCommit(now time.Time) error {
 	if now.Sub(s.lastCheck) < time.Second {
 		return s.checkFiles("")
@@ -436,8 +436,8 @@ func (s *store) checkHealth() error {
 // close waits until the batch in progress is stored, and closes the store.
 //
 // If the database was moved, SQLite leaves the WAL behind, and would apply it to the next database
-// at this path. So close empties it. It does not if only the WAL was moved: another program may
-// have begun a new one, and a database with pages of both is damaged.
+// at this path. So close empties the WAL. It does not if only the WAL was moved: another program
+// may have begun a new WAL, and a database with pages of two WALs is damaged.
 func (s *store) close() error {
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
