@@ -1103,9 +1103,9 @@ func wantNotInItsPlace(t *testing.T, s *service) {
 	s.get("/v1/pets/1").want(t, 200)
 }
 
-// TestListsOfAMovedDatabase sends four lists at once, which sleep_1s() makes slow (see registerSQL),
-// so that the service uses four connections. openReaders must have opened them before the database
-// was moved.
+// TestListsOfAMovedDatabase sends four lists at once, which sleep_1s() makes slow (registerSQL), so
+// that the service uses four connections. openReaders must have opened them before the database was
+// moved.
 func TestListsOfAMovedDatabase(t *testing.T) {
 	t.Parallel()
 	s := newService(t)

@@ -411,8 +411,8 @@ func (s *store) checkFiles(suffixes ...string) error {
 
 // checkFilesInCommit calls checkFiles for all files once a second, and otherwise only for the
 // database. Since Linux 6.13 (multigrain timestamps), the first write to a file after a stat has to
-// store its time anew. A commit writes to the WAL, and takes 10 % longer then; to the database, it
-// writes only now and then. The caller holds writerMu.
+// store its time anew. Each commit writes to the WAL, and would take 10 % longer; few write to the
+// database, too. The caller holds writerMu.
 func (s *store) checkFilesInCommit(now time.Time) error {
 	if now.Sub(s.lastCheck) < time.Second {
 		return s.checkFiles("")
