@@ -51,7 +51,7 @@ func (k apiKeys) requireKey(next handler) handler {
 			challenge += `, error="invalid_token"`
 		}
 		r.responseHeader.Set("WWW-Authenticate", challenge)
-		return nil, newError(http.StatusUnauthorized, "send a valid API key, in one header "+
+		return nil, newError("unauthorized", "send a valid API key, in one header "+
 			"Authorization: Bearer API_KEY; GET /openapi.json describes this interface")
 	}
 }

@@ -56,7 +56,7 @@ type api struct{ store *store }
 func (a *api) listPets(r *request) (any, error) {
 	query, err := url.ParseQuery(r.URL.RawQuery)
 	if err != nil {
-		return nil, newError(http.StatusBadRequest, "the query string is malformed")
+		return nil, newError("invalid_request", "the query string is malformed")
 	}
 	options, err := parseListOptions(query)
 	if err != nil {
@@ -130,7 +130,7 @@ func (a *api) getHealth(*request) (any, error) {
 }
 
 //go:embed openapi.json
-var openAPI []byte
+var openAPI json.RawMessage
 
 // getOpenAPI answers GET /openapi.json.
 func getOpenAPI(*request) (any, error) { return openAPI, nil }
@@ -151,13 +151,14 @@ func deprecated(next handler) handler {
 func methodNotAllowed(allowed string) handler {
 	return func(r *request) (any, error) {
 		r.responseHeader.Set("Allow", allowed)
-		return nil, newError(http.StatusMethodNotAllowed, "this path allows only %s", allowed)
+		return nil, newError("method_not_allowed", "this path allows only %s", allowed)
 	}
 }
 
 // unknownPath answers a request for an unknown path.
 func unknownPath(*request) (any, error) {
-	return nil, newError(http.StatusNotFound, "there is nothing at this path")
+	return nil, newError("unknown_path",
+		"there is nothing at this path; the paths of the API begin with /v1/pets")
 }
 
 // parseListOptions parses the query of a list. It refuses unknown parameters, so that a client with
@@ -201,7 +202,7 @@ func checkContentType(values []string) error {
 	}
 	mediaType, _, err := mime.ParseMediaType(values[0])
 	if len(values) > 1 || err != nil || mediaType != "application/json" {
-		return newError(http.StatusUnsupportedMediaType,
+		return newError("unsupported_media_type",
 			"Content-Type must be application/json, not %.64q", strings.Join(values, ", "))
 	}
 	return nil
@@ -214,7 +215,7 @@ func parseIdempotencyKey(values []string) (string, error) {
 	}
 	key := values[0]
 	if len(values) > 1 || key == "" || len(key) > maxIdempotencyKey || !isVisibleASCII(key) {
-		return "", newError(http.StatusBadRequest,
+		return "", newError("invalid_request",
 			"Idempotency-Key must be one value of 1 to %d visible ASCII characters", maxIdempotencyKey)
 	}
 	return key, nil
@@ -222,17 +223,15 @@ func parseIdempotencyKey(values []string) (string, error) {
 
 // readBody returns the body of the request, or an apiError: 413, 408 or 400.
 func readBody(r *request) ([]byte, error) {
-	r.bodyWanted = true
 	body, err := io.ReadAll(io.LimitReader(r.Body, maxBody+1))
 	switch {
 	case len(body) > maxBody:
-		return nil, newError(http.StatusRequestEntityTooLarge,
-			"the request body is larger than %d bytes", maxBody)
+		return nil, newError("body_too_large", "the request body is larger than %d bytes", maxBody)
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		return nil, newError(http.StatusRequestTimeout,
+		return nil, newError("request_timeout",
 			"the request did not arrive within %.0f seconds", readTimeout.Seconds())
 	case err != nil:
-		return nil, newError(http.StatusBadRequest, "the request body could not be read to its end")
+		return nil, newError("invalid_request", "the request body could not be read to its end")
 	}
 	return body, nil
 }
@@ -240,12 +239,13 @@ func readBody(r *request) ([]byte, error) {
 // parseNewPet parses body as a NewPet. Its error is a 400 that names the faults, up to maxFaults.
 func parseNewPet(body []byte) (NewPet, error) {
 	p := NewPet{Status: "available"}
-	if !utf8.Valid(body) {
-		return p, newError(http.StatusBadRequest, "the body must be UTF-8, and not compressed")
+	if !utf8.Valid(body) || bytes.HasPrefix(body, []byte("\ufeff")) {
+		return p, newError("invalid_request",
+			"the body must be UTF-8 without a byte order mark, and not compressed")
 	}
 	members, err := parseObject(body)
 	if err != nil {
-		return p, newError(http.StatusBadRequest, "the body must be one JSON object: %v", err)
+		return p, newError("invalid_request", "the body must be one JSON object: %v", err)
 	}
 
 	var f faults
@@ -298,14 +298,10 @@ func parseObject(body []byte) (members []member, err error) {
 	}
 
 	for d.More() {
-		name, err := d.Token()
-		if err != nil {
-			return nil, err
-		}
+		// There are no errors here, because the syntax is valid.
+		name, _ := d.Token()
 		var value json.RawMessage
-		if err := d.Decode(&value); err != nil {
-			return nil, err
-		}
+		d.Decode(&value)
 		members = append(members, member{name.(string), value}) // JSON has no other names
 	}
 	return members, nil
@@ -357,5 +353,5 @@ func (f faults) err() error {
 	if len(f) == 0 {
 		return nil
 	}
-	return newError(http.StatusBadRequest, "%s", strings.Join(f, "; "))
+	return newError("invalid_request", "%s", strings.Join(f, "; "))
 }

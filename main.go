@@ -75,6 +75,13 @@ func run(
 	return 0
 }
 
+// usage is what -h writes before the flags.
+const usage = `Usage: API_KEYS=KEY,... animalstore [flags]
+
+If API_KEYS is not set, the service makes a key and logs it. It does so only on a loopback address.
+
+`
+
 // config holds the command-line flags.
 type config struct{ addr, db, backup string }
 
@@ -86,6 +93,10 @@ func parseFlags(args []string, stderr io.Writer) (c config, err error) {
 	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "listen on `HOST:PORT`")
 	flags.StringVar(&c.db, "db", "animalstore.db", "keep the animals in `FILE`, created on first use")
 	flags.StringVar(&c.backup, "backup", "", "write a copy of the database to a new `FILE`, and exit")
+	flags.Usage = func() {
+		fmt.Fprint(stderr, usage)
+		flags.PrintDefaults()
+	}
 	if err = flags.Parse(args); err != nil {
 		return c, err
 	}

@@ -46,8 +46,8 @@ const (
 
 	maxHeader = 16 << 10 // bytes of the request line and all headers
 
-	// maxDiscard is how many bytes of an unread body discardBody reads. By default, nginx passes on
-	// no larger body. So behind nginx, discardBody reads each body to its end.
+	// maxDiscard is how many bytes of a body answer reads beyond what the handler has read. By
+	// default, nginx passes on no larger body.
 	maxDiscard = 1 << 20
 )
 
@@ -62,16 +62,15 @@ var serviceHeader = http.Header{
 // handler answers a request. Unlike an http.Handler, it can return an error, and cannot send two
 // responses.
 //
-// It returns either the body of the response or an error. A []byte is sent as it is, and any other
-// body as JSON. If err is or wraps an apiError, the client gets that, otherwise a 500.
+// It returns either the body of the response, which is sent as JSON, or an error. If err is or
+// wraps an apiError, the client gets that, otherwise a 500.
 type handler func(r *request) (body any, err error)
 
 // request is an HTTP request, and what the service knows about it.
 type request struct {
 	*http.Request
-	id         string // the X-Request-Id of the response
-	caller     []byte // the SHA-256 sum of the API key, set by requireKey if the key is valid
-	bodyWanted bool   // readBody has begun to read the body
+	id     string // the X-Request-Id of the response
+	caller []byte // the SHA-256 sum of the API key, set by requireKey if the key is valid
 
 	// The handler may set status, which is 200 at first, and add to responseHeader. If the handler
 	// returns an error, the response has the status of the error, and all of responseHeader.
@@ -132,12 +131,14 @@ func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h hand
 	if r.caller == nil || s.draining.Load() {
 		r.responseHeader.Set("Connection", "close")
 	}
-	discardBody(r)
-
-	content, isJSON := body.([]byte)
-	if !isJSON {
-		content = encode(body)
+	// Many clients send the whole body before they read the response, and would miss it if the
+	// connection closed meanwhile. So first read the rest of the body, unless it is too large.
+	// (net/http reads only 256 KiB of it, and nothing on a connection that it then closes.)
+	if r.ContentLength <= maxDiscard {
+		io.CopyN(io.Discard, r.Body, maxDiscard)
 	}
+
+	content := encode(body)
 	r.responseHeader.Set("Content-Length", strconv.Itoa(len(content)))
 	w.WriteHeader(r.status)
 	w.Write(content) // an error means that the client is gone, or too slow
@@ -161,25 +162,7 @@ func errorForClient(err error) *apiError {
 	if e, ok := errors.AsType[*apiError](err); ok {
 		return e
 	}
-	return newError(http.StatusInternalServerError, "internal error")
-}
-
-// discardBody reads what the handler has not read of the body, up to maxDiscard. Many clients send
-// the whole body before they read the response. If the service closed the connection meanwhile, it
-// would be reset, and the client could miss the response. net/http itself reads at most 256 KiB,
-// and usually nothing if the client asks to close the connection, as Python's urllib and proxies
-// that speak HTTP/1.0 do.
-//
-// So even a 401 waits for the body, for up to readTimeout. There are two exceptions:
-//   - A body that is declared to be larger than maxDiscard.
-//   - A body that the client holds back. With Expect: 100-continue, it waits for 100 Continue,
-//     which net/http sends when readBody begins to read.
-func discardBody(r *request) {
-	heldBack := r.Header.Get("Expect") != "" && !r.bodyWanted
-	if heldBack || r.ContentLength > maxDiscard {
-		return
-	}
-	io.CopyN(io.Discard, r.Body, maxDiscard)
+	return newError("internal", "internal error")
 }
 
 // encode returns v as JSON, followed by a line break. It does not escape <, > and &. It panics if v
@@ -204,7 +187,7 @@ func (s *server) logRequest(r *request, duration time.Duration, err error) {
 		"method", fmt.Sprintf("%.20s", r.Method),
 		"path", fmt.Sprintf("%.1000s", r.URL.Path),
 		"status", r.status,
-		"duration", duration,
+		"duration_ms", float64(duration.Microseconds()) / 1000,
 	}
 	if r.caller != nil {
 		// Four bytes are enough to tell keys apart.
@@ -237,7 +220,7 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 	}
 
 	served := make(chan error, 1) // with a buffer, so that the goroutine ends in any case
-	go func() { served <- srv.Serve(jsonErrorListener{ln}) }()
+	go func() { served <- srv.Serve(jsonErrorListener{ln, s.logger}) }()
 	select {
 	case err := <-served:
 		return err
@@ -254,8 +237,7 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 
 	grace, cancel := context.WithTimeout(context.Background(), shutdownTime)
 	defer cancel()
-	// Shutdown may also return the error of closing ln a second time, which means nothing.
-	if err := srv.Shutdown(grace); errors.Is(err, context.DeadlineExceeded) {
+	if srv.Shutdown(grace) != nil {
 		s.logger.Warn("connections were cut off")
 		srv.Close()
 	}
@@ -265,26 +247,33 @@ func (s *server) serve(ctx context.Context, ln net.Listener) error {
 // jsonErrorListener is a listener whose connections send the errors of net/http itself as
 // apiErrors, because the API promises one form for all errors. net/http answers invalid HTTP in
 // plain text, and no handler sees such a request.
-type jsonErrorListener struct{ net.Listener }
+type jsonErrorListener struct {
+	net.Listener
+	logger *slog.Logger
+}
 
 func (l jsonErrorListener) Accept() (net.Conn, error) {
 	conn, err := l.Listener.Accept()
 	if err != nil {
 		return nil, err
 	}
-	return jsonErrorConn{conn}, nil
+	return jsonErrorConn{conn, l.logger}, nil
 }
 
 // jsonErrorConn is a connection of a jsonErrorListener.
-type jsonErrorConn struct{ net.Conn }
+type jsonErrorConn struct {
+	net.Conn
+	logger *slog.Logger
+}
 
-// Write sends b. If b is an error of net/http itself, it sends an apiError with the same status
-// instead. There are four kinds of b:
-//   - The beginning of a response of answer: its headers name application/json.
-//   - Another part of such a response. It may begin with HTTP/, too, but does not parse as a
-//     response: no JSON of this service has an empty line, which ends the headers of a response.
-//   - 100 Continue.
-//   - An error of net/http: a whole response with a status from 400 on, in one Write.
+// Write sends b. If b is an error of net/http itself, Write logs that, and sends an apiError with
+// the same status instead.
+//
+// net/http sends such an error in one Write: a whole response with a status from 400 on, which is
+// not JSON. Nothing else looks like that. The headers of a response of answer come in one Write,
+// too, because they are shorter than the buffer of net/http (4 KiB), and they name
+// application/json. A part of a body is not a whole response, because the JSON of this service has
+// no empty line, which ends headers.
 func (c jsonErrorConn) Write(b []byte) (int, error) {
 	if !bytes.HasPrefix(b, []byte("HTTP/")) || bytes.Contains(b, []byte("application/json")) {
 		return c.Conn.Write(b)
@@ -294,8 +283,17 @@ func (c jsonErrorConn) Write(b []byte) (int, error) {
 		return c.Conn.Write(b)
 	}
 
-	content := encode(newError(response.StatusCode, "%s", response.Status))
-	response.Header = serviceHeader
+	id := rand.Text()
+	c.logger.Info("request",
+		"id", id,
+		"client", c.RemoteAddr(),
+		"status", response.StatusCode,
+		"error", response.Status,
+	)
+
+	content := encode(&apiError{"invalid_http", response.Status, response.StatusCode})
+	response.Header = serviceHeader.Clone()
+	response.Header.Set("X-Request-Id", id)
 	response.Body = io.NopCloser(bytes.NewReader(content))
 	response.ContentLength = int64(len(content))
 	var replacement bytes.Buffer

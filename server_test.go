@@ -217,7 +217,9 @@ func TestCreatePetRefuses(t *testing.T) {
 
 	for _, c := range []struct{ name, body, message string }{
 		{"not UTF-8", "{\"name\":\"\xff\",\"categoryId\":1}",
-			"the body must be UTF-8, and not compressed"},
+			"the body must be UTF-8 without a byte order mark, and not compressed"},
+		{"a byte order mark", "\ufeff" + rex,
+			"the body must be UTF-8 without a byte order mark, and not compressed"},
 		{"a null", "null", "the body must be one JSON object: it is another value"},
 		{"an array", "[" + rex + "]", "the body must be one JSON object: it is another value"},
 		{"no members", "{}", "name is required; categoryId is required"},
@@ -338,7 +340,7 @@ func TestOtherPathsAndMethods(t *testing.T) {
 		"GET /", "GET /pets", "GET /v1/store/orders", "GET /v1/pets/", "GET //v1/pets",
 		"GET /v1/./pets", "GET /v1%2Fpets", "POST //v1/pets",
 	} {
-		s.do(request, rex).wantError(t, 404, "there is nothing at this path")
+		s.do(request, rex).wantError(t, 404, "there is nothing at this path; the paths of the API begin with /v1/pets")
 		s.do(request, rex, noAPIKey).wantError(t, 401, unauthorized)
 	}
 	for request, allow := range map[string]string{
@@ -358,7 +360,7 @@ func TestOtherPathsAndMethods(t *testing.T) {
 	s.get("/healthz", noAPIKey).want(t, 200).wantBody(t, "{\"status\":\"ok\"}\n").
 		wantHeader(t, "Connection", "close")
 	s.do("HEAD /healthz", "", noAPIKey).want(t, 200)
-	s.get("/openapi.json", noAPIKey).want(t, 200).wantBody(t, string(openAPI))
+	s.get("/openapi.json", noAPIKey).want(t, 200).wantBody(t, string(encode(openAPI)))
 	wantPetCount(t, s.file, 24)
 }
 
@@ -507,6 +509,10 @@ func TestExpiredIdempotencyKeys(t *testing.T) {
 		s.create(rex, idempotencyKey("d")).wantRepeat(t, again)
 		s.create(rex, idempotencyKey("e")).wantNew(t, 7)
 		wantSQL(t, s.file, keys, "d,e,late")
+
+		time.Sleep(24 * time.Hour) // no connection may be closed because it is idle, and opened anew
+		must(t, os.Rename(s.file, s.file+".away"))
+		s.get("/v1/pets/7").want(t, 200)
 	})
 }
 
@@ -583,7 +589,7 @@ func TestLog(t *testing.T) {
 		t.Helper()
 		lines := strings.Split(strings.TrimSpace(s.log.String()), "\n")
 		_, got, _ := strings.Cut(lines[len(lines)-1], " ") // after the time
-		got = regexp.MustCompile(`duration=[0-9.µm]+s`).ReplaceAllString(got, "duration=D")
+		got = regexp.MustCompile(`duration_ms=[0-9.]+`).ReplaceAllString(got, "duration_ms=D")
 		want := "level=" + level + " msg=request id=" + r.header.Get("X-Request-Id") +
 			" client=192.0.2.1:1234 " + rest
 		if got != want {
@@ -593,14 +599,14 @@ func TestLog(t *testing.T) {
 
 	const ofKey = "key_sha256=62af8704" // printf %s test-key | sha256sum
 	wantLine(s.get("/v1/pets?after=7", "X-Request-Id: mine").want(t, 200), "INFO",
-		"method=GET path=/v1/pets status=200 duration=D "+ofKey)
+		"method=GET path=/v1/pets status=200 duration_ms=D "+ofKey)
 	wantLine(s.get("/v1/pets?limit=0"), "INFO",
-		"method=GET path=/v1/pets status=400 duration=D "+ofKey+` error="`+limitRule+`"`)
+		"method=GET path=/v1/pets status=400 duration_ms=D "+ofKey+` error="`+limitRule+`"`)
 	long := strings.Repeat("x", 2000)
 	wantLine(s.do(long+" /"+long, "", "Authorization: Bearer secret"), "INFO",
-		"method="+long[:20]+" path=/"+long[:999]+` status=401 duration=D error="`+unauthorized+`"`)
+		"method="+long[:20]+" path=/"+long[:999]+` status=401 duration_ms=D error="`+unauthorized+`"`)
 	execSQL(t, s.file, "DROP TABLE pets")
-	wantLine(s.get("/v1/pets/1"), "ERROR", "method=GET path=/v1/pets/1 status=500 duration=D "+ofKey+
+	wantLine(s.get("/v1/pets/1"), "ERROR", "method=GET path=/v1/pets/1 status=500 duration_ms=D "+ofKey+
 		` error="SQL logic error: no such table: pets (1)"`)
 }
 
@@ -637,10 +643,12 @@ func TestRefusedSettings(t *testing.T) {
 		{"-keys x", withAPIKey, 2, "flag provided but not defined: -keys"},
 		{"-db=", withAPIKey, 2, "-db must not be empty"},
 		{"-addr=", withAPIKey, 2, "-addr must not be empty"},
+		{"-backup=", withAPIKey, 2, "-backup must not be empty"},
 		{"-h", withAPIKey, 0, `(default "127.0.0.1:8080")`},
 
 		{"-addr " + taken.Addr().String(), withAPIKey, 1, "address already in use"},
 		{"-addr :0", env{}, 1, "API_KEYS is not set"},
+		{"-addr " + lan(t), env{}, 1, "API_KEYS is not set"},
 		{"", env{"API_KEYS": ""}, 1, "API_KEYS: the list has no key"},
 		{"", env{"API_KEYS": "one, secret key"}, 1,
 			"API_KEYS: item 2 must consist of visible ASCII characters, without spaces"},
@@ -657,9 +665,22 @@ func TestRefusedSettings(t *testing.T) {
 		stderr := wantRefusal(t, dir, c.env, c.status, c.message, args...)
 		stderr.wantNoText(t, "secret", "sécret", testKey)
 		if c.status != 1 {
-			stderr.wantText(t, "Usage of animalstore:\n")
+			stderr.wantText(t, "Usage: API_KEYS=")
 		}
 	}
+}
+
+// lan returns an address of this machine beyond loopback if it has one, otherwise :0.
+func lan(t *testing.T) string {
+	t.Helper()
+	addrs, err := net.InterfaceAddrs()
+	must(t, err)
+	for _, a := range addrs {
+		if ip := a.(*net.IPNet).IP; ip.To4() != nil && ip.IsGlobalUnicast() {
+			return net.JoinHostPort(ip.String(), "0")
+		}
+	}
+	return ":0"
 }
 
 // TestRefusedDatabases changes a database of one animal. The program must neither start with it,
@@ -733,6 +754,8 @@ func TestRefusedBackups(t *testing.T) {
 
 	execSQL(t, file, "PRAGMA ignore_check_constraints = ON; UPDATE pets SET status = 'lost'")
 	wantRefused("the database is damaged: CHECK constraint failed in pets")
+	wantRefusal(t, dir, withAPIKey, 1, ": open "+dir+"/none/copy.db.", // it is made where it belongs
+		"-db", file, "-backup", dir+"/none/copy.db")
 	writeFile(t, file, "")
 	wantRefused("the database is empty")
 	must(t, os.Remove(file))
@@ -876,6 +899,10 @@ func TestPragmas(t *testing.T) {
 	if want := "wal 2 2000 1 1"; got != want {
 		t.Fatalf("the pragmas are %s, want %s", got, want)
 	}
+	// Otherwise, the WAL would grow for ever.
+	if must(t, db.QueryRow("PRAGMA wal_autocheckpoint").Scan(&got)); got != "1000" {
+		t.Fatalf("wal_autocheckpoint is %s, want 1000", got)
+	}
 }
 
 // TestMigration migrates a database with two more steps, of which the second fails: nothing must
@@ -911,13 +938,24 @@ func TestLockedDatabase(t *testing.T) {
 	s := newService(t)
 	unlock := lock(t, s.file)
 
-	s.create(rex).wantError(t, 503, unavailable)
+	get := make(chan reply)
+	time.AfterFunc(200*time.Millisecond, func() { get <- s.get("/v1/pets/1") })
+	waiting := make(chan reply, 1)
+	go func() { waiting <- s.create(rex) }()
+	(<-get).want(t, 404)
+	select {
+	case <-waiting:
+		t.Fatal("a read has waited for a create")
+	default:
+	}
+	(<-waiting).wantError(t, 503, unavailable).wantHeader(t, "Retry-After", "1")
 	s.log.wantText(t, "level=ERROR", "database is locked")
 	s.get("/v1/pets").want(t, 200).wantBody(t, "[]\n")
 	s.get("/healthz").want(t, 200)
 
 	unlock()
-	s.create(rex).wantNew(t, 1)
+	lockFor(t, s.file, 300*time.Millisecond)
+	s.create(rex, idempotencyKey("k")).wantNew(t, 1)
 	wantPetCount(t, s.file, 1)
 }
 
@@ -998,6 +1036,7 @@ func TestMissingTable(t *testing.T) {
 	s := newService(t)
 	execSQL(t, s.file, "DROP TABLE pets")
 	s.get("/healthz").wantError(t, 503, unavailable)
+	s.log.wantText(t, `error="the database is temporarily unavailable: SQL logic error: no such table: pets (1)"`)
 
 	must(t, s.close())
 	_, err := openStore(s.file, s.log.logger())
@@ -1020,7 +1059,14 @@ func TestMovedDatabase(t *testing.T) {
 	s.get("/healthz").want(t, 200)
 	s.create(rex).want(t, 201)
 
+	// The last move comes while a create waits for a lock.
+	unlock := lock(t, s.file)
+	late := make(chan reply)
+	go func() { late <- s.create(rex) }()
+	time.Sleep(200 * time.Millisecond)
 	must(t, os.Rename(s.file, s.file+".away"))
+	unlock()
+	(<-late).wantError(t, 503, unavailable)
 	wantNotInItsPlace(t, s)
 	must(t, s.close())
 	wantPetCount(t, s.file+".away", 2)
@@ -1211,7 +1257,7 @@ func TestSlowRequests(t *testing.T) {
 func TestLateReading(t *testing.T) {
 	t.Parallel()
 	for wait, want := range map[time.Duration]string{
-		24 * time.Second: string(openAPI),
+		24 * time.Second: string(encode(openAPI)),
 		26 * time.Second: "",
 	} {
 		t.Run(wait.String(), func(t *testing.T) {
@@ -1229,25 +1275,25 @@ func TestLateReading(t *testing.T) {
 }
 
 // TestInvalidHTTP sends requests that net/http itself refuses: these errors must have the form of
-// the others, but for the X-Request-Id.
+// the others, and be logged.
 func TestInvalidHTTP(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
 		name, request string
 		status        int
-		code, message string
+		message       string
 	}{
 		{"an invalid path", "GET /v1/pets/%zz HTTP/1.1\r\nHost: x\r\n\r\n",
-			400, "invalid_request", "400 Bad Request"},
+			400, "400 Bad Request"},
 		{"an invalid header", "GET / HTTP/1.1\r\nHost: x\r\na b: c\r\n\r\n",
-			400, "invalid_request", "400 Bad Request: invalid header name"},
+			400, "400 Bad Request: invalid header name"},
 		{"an expectation", "GET / HTTP/1.1\r\nHost: x\r\nExpect: more\r\n\r\n",
-			417, "expectation_failed", "417 Expectation Failed"},
+			417, "417 Expectation Failed"},
 		{"large headers", "GET / HTTP/1.1\r\nHost: x\r\nX: " + strings.Repeat("x", 17<<10) + "\r\n\r\n",
-			431, "headers_too_large", "431 Request Header Fields Too Large"},
+			431, "431 Request Header Fields Too Large"},
 		{"an encoding", "POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n",
-			501, "not_implemented", "501 Not Implemented"},
-		{"a version", "GET / HTTP/3.0\r\nHost: x\r\n\r\n", 505, "http_version_not_supported",
+			501, "501 Not Implemented"},
+		{"a version", "GET / HTTP/3.0\r\nHost: x\r\n\r\n", 505,
 			"505 HTTP Version Not Supported: unsupported protocol version"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -1258,8 +1304,13 @@ func TestInvalidHTTP(t *testing.T) {
 				if resp.status != c.status {
 					t.Errorf("the status is %d, want %d", resp.status, c.status)
 				}
-				want := fmt.Sprintf(`{"code":%q,"message":%q,"status":%d}`, c.code, c.message, c.status)
+				want := fmt.Sprintf(`{"code":"invalid_http","message":%q,"status":%d}`, c.message, c.status)
 				resp.wantBody(t, want+"\n").wantServiceHeaders(t).wantHeader(t, "Connection", "close")
+				id := resp.header.Get("X-Request-Id")
+				if id == "" {
+					t.Error("there is no X-Request-Id")
+				}
+				s.log.wantText(t, "id="+id, c.message)
 				conn.wantClosed(t)
 			})
 		})
@@ -1267,7 +1318,7 @@ func TestInvalidHTTP(t *testing.T) {
 }
 
 // TestRawRequests sends requests that only a connection can show: most have a body that no handler
-// reads to its end, so discardBody has to read up to 1 MiB of the rest. The client must receive the
+// reads to its end, so answer has to read up to 1 MiB of the rest. The client must receive the
 // response that it wants, without delay.
 func TestRawRequests(t *testing.T) {
 	t.Parallel()
@@ -1295,16 +1346,12 @@ func TestRawRequests(t *testing.T) {
 			want: "HTTP/1.0 401 "},
 		{name: "a body in chunks", sent: request(put, "Transfer-Encoding: chunked") +
 			chunk(500000) + body(500000) + "\r\n" + chunk(0) + "\r\n", want: "HTTP/1.1 401 "},
-		{name: "a body that is too large to wait for",
-			sent: request(put, "Content-Length: 2000000"), want: "HTTP/1.1 401 "},
 		{name: "3 of 9 MiB of a body", sent: request(put, "Transfer-Encoding: chunked") +
 			chunk(9<<20) + body(3<<20), want: "HTTP/1.1 401 ", cutOff: true},
 		{name: "a body that is too large, after 100",
 			sent: request("POST /v1/pets HTTP/1.1", "Authorization: Bearer "+testKey,
 				"Expect: 100-continue", "Content-Length: 500000") + body(500000),
 			want: "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 413 "},
-		{name: "a body that waits for 100",
-			sent: request(put, "Content-Length: 9", "Expect: 100-continue"), want: "HTTP/1.1 401 "},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			inMemory(t, func(t *testing.T, s *memoryService) {
@@ -1343,10 +1390,10 @@ func TestStopAnswersOnAnOpenConnection(t *testing.T) {
 		idle.receive(t).want(t, 200)
 
 		begun := s.beginStop(t)
-		time.Sleep(drainTime - time.Millisecond)
+		time.Sleep(249 * time.Millisecond)
 		conn.send(t, rawList)
 		conn.receive(t).want(t, 200).wantHeader(t, "Connection", "close")
-		s.wantStopped(t, begun, drainTime)
+		s.wantStopped(t, begun, 250*time.Millisecond)
 		conn.wantClosed(t)
 		idle.wantClosed(t)
 	})
@@ -1392,6 +1439,18 @@ func TestStopClosesASilentConnection(t *testing.T) {
 	})
 }
 
+// TestFailedAccept lets the listener fail once, as without file descriptors: the service must log
+// that as a warning, and go on.
+func TestFailedAccept(t *testing.T) {
+	inMemory(t, func(t *testing.T, s *memoryService) {
+		s.listener.conns <- nil
+		conn := s.dial(t)
+		conn.send(t, rawList)
+		conn.receive(t).want(t, 200)
+		s.log.wantText(t, "level=WARN", "too many open files")
+	})
+}
+
 // TestBrokenListener serves on a closed listener: serve must return the error.
 func TestBrokenListener(t *testing.T) {
 	t.Parallel()
@@ -1414,6 +1473,16 @@ func TestSettings(t *testing.T) {
 	p.log.wantNoText(t, testKey, "api_key")
 	p.get("/v1/pets").want(t, 200)
 	p.get("/v1/pets", "Authorization: Bearer one").want(t, 200)
+
+	// Over TCP, an error of net/http must end with the end of the connection, and not with a reset.
+	conn, err := net.Dial("tcp", strings.Replace(p.host, "[::]", "127.0.0.1", 1))
+	must(t, err)
+	defer conn.Close()
+	io.WriteString(conn, "GET / HTTP/1.1\r\nX: "+strings.Repeat("x", 40<<10))
+	got, err := io.ReadAll(conn)
+	if must(t, err); !strings.HasPrefix(string(got), "HTTP/1.1 431 ") {
+		t.Fatalf("the client received %q, want 431", got)
+	}
 }
 
 // TestMadeKey starts the program without API_KEYS: it must make a key, log it, and accept only
@@ -1615,20 +1684,30 @@ func TestDocument(t *testing.T) {
 	t.Parallel()
 	list := document().Paths["/pets"]["get"]
 	create := document().Paths["/pets"]["post"]
+	newPet := create.RequestBody.Content[jsonType].Schema
 
 	for _, c := range []struct {
 		name      string
 		got, want any
 	}{
 		{"the greatest limit", list.parameter("limit").Maximum, maxLimit},
+		{"the smallest limit", list.parameter("limit").Minimum, 1},
 		{"the default limit", list.parameter("limit").Default, defaultLimit},
 		{"a deprecated getPet", document().Paths["/pets/{petId}"]["get"].Deprecated, true},
 		{"the longest page", list.Responses["200"].Content[jsonType].Schema.MaxItems, maxLimit},
 		{"the statuses", list.parameter("status").Enum, petStatuses},
 		{"the longest Idempotency-Key", create.parameter("Idempotency-Key").MaxLength,
 			maxIdempotencyKey},
-		{"the longest name",
-			create.RequestBody.Content[jsonType].Schema.Properties["name"].MaxLength, maxName},
+		{"the longest name", newPet.Properties["name"].MaxLength, maxName},
+		{"the type of categoryId", newPet.Properties["categoryId"].Type, "integer"},
+		{"the required members", newPet.Required, "[name categoryId]"},
+		{"the format of an id",
+			create.Responses["201"].Content[jsonType].Schema.Properties["id"].Format, "int64"},
+		{"the place of the Idempotency-Key", create.Parameters[0].In, "header"},
+		{"the codes", strings.Count(document().Info.Description, "` |"), len(statusByCode) + 1},
+		{"the server", document().Servers[0].URL, "/v1"},
+		{"the security", document().Security, "[map[bearerAuth:[]]]"},
+		{"the scheme", document().Components.SecuritySchemes["bearerAuth"].Scheme, "bearer"},
 	} {
 		if fmt.Sprint(c.got) != fmt.Sprint(c.want) {
 			t.Errorf("openapi.json has %s = %v, want %v", c.name, c.got, c.want)
@@ -1645,7 +1724,7 @@ func TestDocument(t *testing.T) {
 		fmt.Sprintf("waits up to %v seconds, or up to %v behind",
 			busyTimeout.Seconds(), 2*busyTimeout.Seconds()),
 	}
-	for status, code := range errorCodes {
+	for code, status := range statusByCode {
 		sentences = append(sentences, fmt.Sprintf("| %d | `%s` |", status, code))
 	}
 	text := document().Info.Description + create.Description
@@ -1658,16 +1737,21 @@ func TestDocument(t *testing.T) {
 
 // openAPIDocument is what the tests read of an OpenAPI document.
 type openAPIDocument struct {
-	Info  struct{ Description string }
-	Paths map[string]map[string]*operation // by path and method
+	Info       struct{ Description string }
+	Servers    []struct{ URL string }
+	Security   []map[string][]string
+	Paths      map[string]map[string]*operation // by path and method
+	Components struct {
+		SecuritySchemes map[string]struct{ Scheme string }
+	}
 }
 
 type operation struct {
 	Deprecated  bool
 	Description string
 	Parameters  []struct {
-		Name   string
-		Schema schema
+		Name, In string
+		Schema   schema
 	}
 	RequestBody struct{ Content content }
 	Responses   map[string]struct { // by status
@@ -1692,10 +1776,11 @@ type content map[string]struct{ Schema schema }
 const jsonType = "application/json"
 
 type schema struct {
-	Default, Maximum, MaxItems, MaxLength int
-	Enum                                  []string
-	Items                                 *schema
-	Properties                            map[string]schema
+	Type, Format                                   string
+	Default, Minimum, Maximum, MaxItems, MaxLength int
+	Enum, Required                                 []string
+	Items                                          *schema
+	Properties                                     map[string]schema
 }
 
 // document returns openapi.json, with each reference {"$ref": "#/components/KIND/NAME"} replaced by
@@ -1892,7 +1977,7 @@ func (r reply) wantServiceHeaders(t testing.TB) reply {
 func (r reply) wantErrorShape(t testing.TB) {
 	t.Helper()
 	e := decode[apiError](t, r.body)
-	if e.Code != errorCodes[r.status] || e.Message == "" || e.Status != r.status {
+	if statusByCode[e.Code] != r.status || e.Message == "" || e.Status != r.status {
 		t.Fatalf("%.500s = %d %s, want an Error", r.request, r.status, r.body)
 	}
 	if r.status >= 500 && e.Message != "internal error" && e.Message != unavailable {
@@ -1940,9 +2025,13 @@ func (r reply) wantDocumented(t testing.TB) {
 		object, list = *object.Items, r.body
 	}
 	for _, members := range decode[[]map[string]any](t, list) {
-		for name := range members {
-			if _, found := object.Properties[name]; !found {
-				t.Fatalf("openapi.json has no member %s of %s = %s", name, r.request, r.body)
+		for name, value := range members {
+			want := "string"
+			if _, isNumber := value.(json.Number); isNumber {
+				want = "integer"
+			}
+			if object.Properties[name].Type != want { // "" if it is not there
+				t.Fatalf("openapi.json has no %s %s of %s = %s", want, name, r.request, r.body)
 			}
 		}
 	}
@@ -2220,6 +2309,9 @@ func (l *memoryListener) Accept() (net.Conn, error) {
 	conn, ok := <-l.conns
 	if !ok {
 		return nil, net.ErrClosed
+	}
+	if conn == nil {
+		return nil, syscall.EMFILE
 	}
 	return conn, nil
 }
