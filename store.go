@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"database/sql"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -85,13 +86,12 @@ type store struct {
 	selectByStatus *sql.Stmt
 	selectPet      *sql.Stmt
 
-	writerMu      sync.Mutex // held while a batch is stored; lock it before nextMu
-	lastCheck     time.Time  // when all files were last in place, guarded by writerMu
-	writer        *sql.DB    // one connection, for creates
-	insertPet     *sql.Stmt
-	selectKey     *sql.Stmt // an Idempotency-Key, with the first response to it
-	insertKey     *sql.Stmt
-	deleteExpired *sql.Stmt // Idempotency-Keys
+	writerMu       sync.Mutex // held while a batch is stored; lock it before nextMu
+	writer         *sql.DB    // one connection, for creates
+	insertPet      *sql.Stmt
+	selectResponse *sql.Stmt // the first response to an Idempotency-Key
+	insertResponse *sql.Stmt
+	deleteExpired  *sql.Stmt // Idempotency-Keys
 
 	nextMu sync.Mutex // guards next and next.creations
 	next   *batch     // new creations join it, until commit replaces it; never nil
@@ -119,7 +119,7 @@ func (s *store) list(o listOptions) ([]Pet, error) {
 	if err != nil {
 		return nil, markUnavailable(err)
 	}
-	defer rows.Close()
+	defer rows.Close() // returns even after a panic, and so exitOnPanic is reached
 
 	pets := make([]Pet, 0, o.limit)
 	var p Pet
@@ -152,7 +152,7 @@ type creation struct {
 
 	stored   Pet
 	replayed bool
-	err      error // of this pet alone: errIdempotencyKeyReused or errRefused
+	err      error // of this pet alone, such as errIdempotencyKeyReused or errRefused
 }
 
 // batch has the creations that one transaction stores. This is group commit:
@@ -194,23 +194,24 @@ func (s *store) create(
 	return c.stored, c.replayed, c.err
 }
 
-// commit stores b, which is s.next, in one transaction, and sets the results of its creations.
+// commit stores the creations of b in one transaction, and sets their results. At first, b is still
+// s.next, and more creations join it.
 func (s *store) commit(b *batch) {
 	defer s.exitOnPanic()
 
-	s.writerMu.Lock() // waits until the batch before b is stored
+	s.writerMu.Lock() // waits until the batch before is stored
 	defer s.writerMu.Unlock()
 
 	s.nextMu.Lock()
-	s.next = new(batch) // now b.creations is complete
+	s.next = new(batch) // so b.creations is complete
 	s.nextMu.Unlock()
 
 	b.err = markUnavailable(inTx(s.writer, func(tx *sql.Tx) error {
-		// Look at the time and the files after BEGIN, which may have waited for a lock.
-		now := time.Now()
-		if err := s.checkFilesInCommit(now); err != nil {
+		// Look at the files and the time after BEGIN, which may have waited for a lock.
+		if err := s.checkFiles(fileSuffixes...); err != nil {
 			return fmt.Errorf("%w: %w", errUnavailable, err)
 		}
+		now := time.Now()
 		for _, c := range b.creations {
 			if err := s.insert(tx, c, now); err != nil {
 				return err
@@ -226,16 +227,13 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 	oldest := now.Add(-idempotencyKeyLifetime).Unix() // Idempotency-Keys from before have expired
 
 	if c.idempotencyKey != "" {
-		var first Pet
-		err := tx.Stmt(s.selectKey).QueryRow(c.caller, c.idempotencyKey, oldest).Scan(first.fields()...)
-		switch {
-		case err == nil && first.NewPet == c.pet:
-			c.stored, c.replayed = first, true
+		var response []byte
+		err := tx.Stmt(s.selectResponse).QueryRow(c.caller, c.idempotencyKey, oldest).Scan(&response)
+		if err == nil {
+			c.replay(response)
 			return nil
-		case err == nil:
-			c.err = errIdempotencyKeyReused
-			return nil
-		case !errors.Is(err, sql.ErrNoRows):
+		}
+		if !errors.Is(err, sql.ErrNoRows) {
 			return err
 		}
 	}
@@ -256,13 +254,24 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 	if c.idempotencyKey == "" {
 		return nil
 	}
-	_, err = tx.Stmt(s.insertKey).Exec(c.caller, c.idempotencyKey, now.Unix(), id)
+	response, _ := json.Marshal(c.stored) // never fails for a Pet
+	_, err = tx.Stmt(s.insertResponse).Exec(c.caller, c.idempotencyKey, now.Unix(), string(response))
 	if err != nil {
 		return err
 	}
 	// Delete up to two expired rows for each new one, so that they do not pile up.
 	_, err = tx.Stmt(s.deleteExpired).Exec(oldest)
 	return err
+}
+
+// replay sets the results of c from the first response to its Idempotency-Key.
+func (c *creation) replay(response []byte) {
+	c.replayed = true
+	c.stored.NewPet = c.pet // the response may be older than a field: that is no difference
+	c.err = json.Unmarshal(response, &c.stored)
+	if c.err == nil && c.stored.NewPet != c.pet {
+		c.err = errIdempotencyKeyReused
+	}
 }
 
 // openStore opens the database at path. If it is missing or empty, it makes one, and logs a
@@ -287,13 +296,10 @@ func (s *store) open() error {
 	if err := checkPath(s.path); err != nil {
 		return err
 	}
-	// SQLite deletes the -shm before the WAL. So if only the -shm is there, the WAL was removed.
-	_, errWAL := os.Stat(s.path + "-wal")
-	_, errSHM := os.Stat(s.path + "-shm")
-	if errWAL != nil && errSHM == nil {
-		s.logger.Warn("the write-ahead log is missing: animals may be lost", "file", s.path+"-wal")
-	}
+	s.warnOfMissingWAL()
 
+	// migrate comes first, because it refuses the database of another program, and changes nothing
+	// in it. WAL mode is stored in the file.
 	oldVersion, err := migrate(s.writer, migrations)
 	if err != nil {
 		return err
@@ -326,12 +332,12 @@ func (s *store) open() error {
 	return nil
 }
 
-// syncWAL syncs the WAL before there are requests. A killed process may have left a pet in it that
-// is only in the memory of the system, and not on disk. SQLite reads the pet all the same, and a
-// repeat of its create gets a 201.
+// syncWAL brings the whole WAL to disk before there are requests. A killed process may have left
+// pets in it that are only in the memory of the system. SQLite reads them all the same, and a repeat
+// of their creates would get a 201.
 //
-// So set the schema version to the value that it has after migrate. SQLite commits even that, and
-// syncs the whole WAL. In a new database, this also creates the WAL and the -shm.
+// A commit syncs the WAL. This one changes nothing: it sets the schema version to the value that it
+// has after migrate. In a new database, it also creates the WAL and the -shm.
 func (s *store) syncWAL() error {
 	_, err := s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
 	return err
@@ -344,15 +350,14 @@ const (
 		ORDER BY id LIMIT ?`
 	selectPetSQL = `SELECT ` + petColumns + ` FROM pets WHERE id = ?`
 
-	insertPetSQL = `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`
-	selectKeySQL = `SELECT ` + petColumns + ` FROM idempotency_keys
+	insertPetSQL      = `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`
+	selectResponseSQL = `SELECT response FROM idempotency_keys
 		WHERE caller = ? AND key = ? AND created >= ?`
-	// REPLACE, because there may be an expired row with this key. The pet is copied from pets: the
-	// placeholders are for caller, key, created and the id of the pet.
-	insertKeySQL = `REPLACE INTO idempotency_keys (caller, key, created, ` + petColumns + `)
-		SELECT ?, ?, ?, ` + petColumns + ` FROM pets WHERE id = ?`
-	deleteExpiredSQL = `DELETE FROM idempotency_keys WHERE (caller, key) IN
-		(SELECT caller, key FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT 2)`
+	// REPLACE, because there may be an expired row with this key.
+	insertResponseSQL = `REPLACE INTO idempotency_keys (caller, key, created, response)
+		VALUES (?, ?, ?, ?)`
+	deleteExpiredSQL = `DELETE FROM idempotency_keys WHERE rowid IN
+		(SELECT rowid FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT 2)`
 )
 
 // prepare prepares the statements, up to the first error.
@@ -368,8 +373,8 @@ func (s *store) prepare() (err error) {
 	s.selectByStatus = statement(s.readers, selectByStatusSQL)
 	s.selectPet = statement(s.readers, selectPetSQL)
 	s.insertPet = statement(s.writer, insertPetSQL)
-	s.selectKey = statement(s.writer, selectKeySQL)
-	s.insertKey = statement(s.writer, insertKeySQL)
+	s.selectResponse = statement(s.writer, selectResponseSQL)
+	s.insertResponse = statement(s.writer, insertResponseSQL)
 	s.deleteExpired = statement(s.writer, deleteExpiredSQL)
 	return err
 }
@@ -387,43 +392,6 @@ func (s *store) openReaders() error {
 	return nil
 }
 
-// checkFiles returns an error if a file with one of these suffixes is not in its place.
-//
-// If a file of an open database is moved, deleted or replaced, SQLite goes on with the file that it
-// has open, and animals can be lost:
-//   - The database: the next start finds none, or another one.
-//   - The WAL: after a kill, the next start finds only what was copied to the database.
-//   - The -shm: it has the locks, so another program does not see this one, and may reuse the WAL.
-//
-// So checkHealth fails at once, and creates within a second. Reads are not checked.
-func (s *store) checkFiles(suffixes ...string) error {
-	for _, suffix := range suffixes {
-		file, err := os.Stat(s.path + suffix)
-		if err == nil && !os.SameFile(file, s.files[suffix]) {
-			err = fmt.Errorf("%q is another file", s.path+suffix)
-		}
-		if err != nil {
-			return fmt.Errorf("the database is not in its place: %w", err)
-		}
-	}
-	return nil
-}
-
-// checkFilesInCommit calls checkFiles for all files once a second, and otherwise only for the
-// database. Since Linux 6.13 (multigrain timestamps), the first write to a file after a stat has to
-// store its time anew. Each commit writes to the WAL, and would take 10 % longer; few write to the
-// database, too. The caller holds writerMu.
-func (s *store) checkFilesInCommit(now time.Time) error {
-	if now.Sub(s.lastCheck) < time.Second {
-		return s.checkFiles("")
-	}
-	if err := s.checkFiles(fileSuffixes...); err != nil {
-		return err
-	}
-	s.lastCheck = now
-	return nil
-}
-
 // checkHealth returns an error if a file is not in its place, or the database cannot be read.
 func (s *store) checkHealth() error {
 	if err := s.checkFiles(fileSuffixes...); err != nil {
@@ -434,46 +402,39 @@ func (s *store) checkHealth() error {
 }
 
 // close waits until the batch in progress is stored, and closes the store.
-//
-// If the database was moved, SQLite leaves the WAL behind, and would apply it to the next database
-// at this path. So close empties the WAL. It does not if only the WAL was moved: another program
-// may have begun a new WAL, and a database with pages of two WALs is damaged.
 func (s *store) close() error {
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
 
 	var err error
-	if s.checkFiles("") != nil {
+	if s.checkFiles("") != nil { // the database was moved, and SQLite would leave its WAL behind
 		err = s.emptyWAL()
 	}
 	// The writer closes last, because a read-only connection cannot delete the WAL.
 	return errors.Join(err, s.readers.Close(), s.writer.Close())
 }
 
-// emptyWAL copies the WAL to the open database, wherever that was moved, and truncates the WAL.
-func (s *store) emptyWAL() error {
-	var busy, ignored int
-	err := s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &ignored, &ignored)
-	if err == nil && busy != 0 {
-		err = errors.New("another program uses it")
-	}
-	if err != nil {
-		return fmt.Errorf("the moved database still needs its write-ahead log (%w): "+
-			"move %q beside it, under the same name with -wal", err, s.path+"-wal")
-	}
-	return nil
-}
-
 // migrations[v] takes a database from schema version v to version v+1. The version is PRAGMA
-// user_version, which is 0 in a new database.
+// user_version, which is 0 in a new database. All of them together make this schema:
+//
+//	pets (id, name, category_id, status)
+//	    The animals. With AUTOINCREMENT, no id is used again.
+//	pets_by_status ON pets (status)
+//	    An index ends with the id, so it has the pets of a status by id.
+//	idempotency_keys (caller, key, created, response)
+//	    The first response to each Idempotency-Key. The primary key is (caller, key): the SHA-256 sum
+//	    of an API key, and an Idempotency-Key. created is a Unix time in seconds, and response is a
+//	    Pet in JSON. deploy/animalstore-restore copies these columns: leave them as they are.
+//	idempotency_keys_by_age ON idempotency_keys (created)
+//
+// The CHECKs are for edits by other programs, and are not all rules of the API. They do not use IN,
+// for which each insert would build a b-tree.
 //
 // To change the schema, append to this list. Never edit a string that was released: a database that
 // already has its version would not get the edit.
 var migrations = []string{
 	`PRAGMA application_id = 0x50657473;
 
-	-- With AUTOINCREMENT, no id is used again. The CHECKs are for edits by other programs; they are
-	-- not all rules of the API. They do not use IN, for which each insert would build a b-tree.
 	CREATE TABLE pets (
 		id INTEGER PRIMARY KEY AUTOINCREMENT CHECK (id > 0),
 		name TEXT NOT NULL CHECK (length(name) BETWEEN 1 AND 255),
@@ -481,11 +442,8 @@ var migrations = []string{
 		status TEXT NOT NULL DEFAULT 'available'
 			CHECK (status = 'available' OR status = 'pending' OR status = 'sold')
 	) STRICT;
-	-- It covers a list by status: SQLite reads only this index, and not each pet in the table.
 	CREATE INDEX pets_by_status ON pets (status, id, name, category_id);
 
-	-- caller is the SHA-256 sum of an API key. created is a Unix time in seconds. The columns from
-	-- id on are the pet of the first response.
 	CREATE TABLE idempotency_keys (
 		caller BLOB NOT NULL,
 		key TEXT NOT NULL,
@@ -496,6 +454,24 @@ var migrations = []string{
 		status TEXT NOT NULL,
 		PRIMARY KEY (caller, key)
 	) STRICT, WITHOUT ROWID;
+	CREATE INDEX idempotency_keys_by_age ON idempotency_keys (created);`,
+
+	// Version 1 had each pet in pets_by_status and, in columns, in idempotency_keys, too.
+	`DROP INDEX pets_by_status;
+	CREATE INDEX pets_by_status ON pets (status);
+
+	CREATE TABLE responses (
+		caller BLOB NOT NULL,
+		key TEXT NOT NULL,
+		created INTEGER NOT NULL,
+		response TEXT NOT NULL,
+		PRIMARY KEY (caller, key)
+	) STRICT;
+	INSERT INTO responses SELECT caller, key, created,
+		json_object('id', id, 'name', name, 'categoryId', category_id, 'status', status)
+		FROM idempotency_keys;
+	DROP TABLE idempotency_keys;
+	ALTER TABLE responses RENAME TO idempotency_keys;
 	CREATE INDEX idempotency_keys_by_age ON idempotency_keys (created);`,
 }
 
@@ -568,6 +544,7 @@ func backup(ctx context.Context, path, target string) error {
 	// them.
 	db := newPool(path, "rw", 1)
 	defer db.Close()
+	// VACUUM INTO refuses a file that exists, unless it is empty, as temp is.
 	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", temp.Name()); err != nil {
 		return err
 	}
@@ -636,8 +613,12 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 func newPool(path, mode string, size int) *sql.DB {
 	query := url.Values{ // see https://pkg.go.dev/modernc.org/sqlite#Driver.Open
 		"mode":      {mode},
-		"_txlock":   {"immediate"}, // lock at BEGIN: after a read, SQLite would not wait to write
-		"_error_rc": {"1"},         // otherwise, an error can have the message of an earlier one
+		"_error_rc": {"1"}, // errors have their own message, and not that of an earlier error
+
+		// BEGIN waits for the write lock. Without this, an INSERT after a SELECT would ask for the
+		// lock, and fail at once if another program has it.
+		"_txlock": {"immediate"},
+
 		"_pragma": {
 			fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()),
 			"synchronous(FULL)",
@@ -670,9 +651,54 @@ func sqliteCode(err error) int {
 	return 0
 }
 
-// checkPath returns an error if SQLite must not open the database at path:
-//   - There is a WAL but no database, or an empty one. SQLite would delete the WAL.
-//   - The database is a symbolic link. Its WAL is beside the file that the link leads to.
+// The rest guards the files of the database. Operators and other programs move, delete and replace
+// files. SQLite does not notice that, and goes on with the files that it has open. Animals can be
+// lost in four situations:
+//
+//   - While the service runs, if a file is not in its place. After a kill, the next start would not
+//     find the animals that are added now. If the -shm is another one, other programs do not see
+//     the locks of this one, either. So creates and checkHealth fail until the file is back
+//     (checkFiles). Reads go on.
+//   - At a stop, if the database was moved. SQLite leaves the WAL behind, and would apply it to the
+//     next database at the path, and damage that. So the stop empties the WAL first (emptyWAL). It
+//     does not if only the WAL was moved: another program may have begun a new WAL, and a database
+//     with pages of two WALs is damaged, too.
+//   - At a start, if there is a WAL but no database. SQLite would make a new database, and delete
+//     the WAL, which the missing database still needs. So a start is refused (checkPath).
+//   - At a start after a kill, if the WAL was deleted. Its animals are lost, and the start warns of
+//     that (warnOfMissingWAL).
+
+// checkFiles returns an error unless the files with these suffixes are those that were opened.
+func (s *store) checkFiles(suffixes ...string) error {
+	for _, suffix := range suffixes {
+		file, err := os.Stat(s.path + suffix)
+		if err == nil && !os.SameFile(file, s.files[suffix]) {
+			err = fmt.Errorf("%q is another file", s.path+suffix)
+		}
+		if err != nil {
+			return fmt.Errorf("the database is not in its place: %w", err)
+		}
+	}
+	return nil
+}
+
+// emptyWAL copies the WAL to the open database, wherever that was moved, and truncates the WAL.
+func (s *store) emptyWAL() error {
+	var busy, ignored int
+	err := s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &ignored, &ignored)
+	if err == nil && busy != 0 {
+		err = errors.New("another program uses it")
+	}
+	if err != nil {
+		return fmt.Errorf("the moved database still needs its write-ahead log (%w): "+
+			"move %q beside it, under the same name with -wal", err, s.path+"-wal")
+	}
+	return nil
+}
+
+// checkPath returns an error if there is a WAL at path, but no database, or an empty one. It also
+// returns one if path is a symbolic link: SQLite keeps the WAL beside the file that the link leads
+// to, and the functions here look beside path.
 func checkPath(path string) error {
 	database, _ := os.Lstat(path)
 	if database != nil && database.Mode().Type() == os.ModeSymlink {
@@ -683,4 +709,14 @@ func checkPath(path string) error {
 		return fmt.Errorf("there is a write-ahead log, %q, but no database", path+"-wal")
 	}
 	return nil
+}
+
+// warnOfMissingWAL warns if there is a -shm without a WAL. SQLite makes both, and deletes the -shm
+// first, so the WAL was removed.
+func (s *store) warnOfMissingWAL() {
+	_, errWAL := os.Stat(s.path + "-wal")
+	_, errSHM := os.Stat(s.path + "-shm")
+	if errWAL != nil && errSHM == nil {
+		s.logger.Warn("the write-ahead log is missing: animals may be lost", "file", s.path+"-wal")
+	}
 }
