@@ -43,12 +43,16 @@ import (
 //	s.get("/v1/pets?limit=1").want(t, 200).wantHeader(t, "Link", "")
 //	s.get("/v1/pets/2").wantError(t, 404, noAnimal)
 //
-// A request has a valid API key, unless one of its headers says otherwise. want and wantError also
-// check the rules for all responses, and that openapi.json describes each response of an operation.
+// A request has a valid API key, unless one of its headers says otherwise. These methods check what
+// comes of it, and fail the test otherwise:
+//   - want: a response has this status, follows the rules for all, and is in openapi.json.
+//   - wantError: it is also an Error with this message.
+//   - wantNew and wantRepeat: a create has added this animal, or has returned the first response.
+//   - wantSQL and wantPetCount: the database has this value, or so many animals and no damage.
+//   - wantNotInItsPlace: the service has noticed that a file was moved.
 //
 // Tests of connections run under the fake clock of testing/synctest: see inMemory. Tests of signals
-// and kills start the program as a process: see start. Most helpers stand at the end of this
-// file.
+// and kills start the program as a process: see start. Most helpers stand at the end of this file.
 
 // TestMain runs the tests. In a process that a test has started, it runs the program instead.
 func TestMain(m *testing.M) {
@@ -77,6 +81,7 @@ const (
 		"with no fraction, exponent or quotes"
 	idempotencyKeyRule = "Idempotency-Key must be one value of 1 to 255 visible ASCII characters"
 
+	nothingThere = "there is nothing at this path; the paths of the API begin with /v1/pets"
 	unauthorized = "send a valid API key, in one header Authorization: Bearer API_KEY; " +
 		"GET /openapi.json describes this interface"
 	noAnimal    = "there is no animal with this id"
@@ -136,8 +141,9 @@ func TestListPets(t *testing.T) {
 		})
 	}
 
-	s.get("/v1/pets?limit=2").wantBody(t, `[{"id":1,"name":"Rex","categoryId":7,"status":"available"},`+
-		`{"id":2,"name":"Tom","categoryId":-8,"status":"sold"}]`+"\n")
+	s.get("/v1/pets?limit=2").wantBody(t,
+		`[{"id":1,"name":"Rex","categoryId":7,"status":"available"},`+
+			`{"id":2,"name":"Tom","categoryId":-8,"status":"sold"}]`+"\n")
 	s.get("/v1/pets?after=25").wantBody(t, "[]\n")
 	s.do("HEAD /v1/pets?limit=1", "").want(t, 200).
 		wantHeader(t, "Link", `<pets?after=1&limit=1>; rel="next"`)
@@ -341,7 +347,7 @@ func TestOtherPathsAndMethods(t *testing.T) {
 		"GET /", "GET /pets", "GET /v1/store/orders", "GET /v1/pets/", "GET //v1/pets",
 		"GET /v1/./pets", "GET /v1%2Fpets", "POST //v1/pets",
 	} {
-		s.do(request, rex).wantError(t, 404, "there is nothing at this path; the paths of the API begin with /v1/pets")
+		s.do(request, rex).wantError(t, 404, nothingThere)
 		s.do(request, rex, noAPIKey).wantError(t, 401, unauthorized)
 	}
 	for request, allow := range map[string]string{
@@ -480,10 +486,17 @@ func TestIdempotencyKey(t *testing.T) {
 		`{"name":"Rex","categoryId":8}`,
 		`{"name":"Rex","categoryId":7,"status":"sold"}`,
 	} {
-		s.create(body, idempotencyKey("k")).wantError(t, 422, "this Idempotency-Key was used for another animal")
+		s.create(body, idempotencyKey("k")).
+			wantError(t, 422, "this Idempotency-Key was used for another animal")
 	}
 	s.create(`{"name":1}`, idempotencyKey("k")).want(t, 400)
 	wantPetCount(t, s.file, 3)
+
+	// A response that was stored before pets had a status is no other animal.
+	execSQL(t, s.file, "UPDATE idempotency_keys SET response = json_remove(response, '$.status')")
+	s.create(rex, idempotencyKey("k")).wantRepeat(t, first)
+	execSQL(t, s.file, "UPDATE idempotency_keys SET response = 'no JSON'")
+	s.create(rex, idempotencyKey("k")).want(t, 500)
 }
 
 // TestExpiredIdempotencyKeys lets Idempotency-Keys grow old, under a fake clock: after 24 hours,
@@ -510,10 +523,6 @@ func TestExpiredIdempotencyKeys(t *testing.T) {
 		s.create(rex, idempotencyKey("d")).wantRepeat(t, again)
 		s.create(rex, idempotencyKey("e")).wantNew(t, 7)
 		wantSQL(t, s.file, keys, "d,e,late")
-
-		time.Sleep(24 * time.Hour) // no connection may be closed because it is idle, and opened anew
-		must(t, os.Rename(s.file, s.file+".away"))
-		s.get("/v1/pets/7").want(t, 200)
 	})
 }
 
@@ -550,15 +559,16 @@ func TestBatches(t *testing.T) {
 		r.withoutKey.want(t, 201)
 	}
 	s.log.wantText(t, "UNIQUE constraint failed")
-	// With a transaction for each of the 40 animals, the WAL would grow by 120 pages of 4096 bytes
-	// or more, three for each transaction.
+	// A transaction writes at least three pages of 4096 bytes to the WAL: 120 for the 40 animals, if
+	// each had its own. Here the first one has one, and most others share the next: some 20 pages.
 	if pages := (len(readFile(t, s.file+"-wal")) - before) / 4096; pages > 60 {
 		t.Fatalf("the WAL has grown by %d pages, want at most 60", pages)
 	}
 	wantPetCount(t, s.file, 41) // the first Zoe, and two of each client
 	// Only the keys of animals that were stored are kept.
 	wantSQL(t, s.file, "SELECT count(*) FROM idempotency_keys", "20")
-	wantSQL(t, s.file, "SELECT count(*) FROM pets JOIN idempotency_keys ON id = response ->> 'id'", "20")
+	wantSQL(t, s.file,
+		"SELECT count(*) FROM pets JOIN idempotency_keys ON id = response ->> 'id'", "20")
 }
 
 // TestClientThatIsGone sends requests as a handler sees them after the client has disconnected:
@@ -607,8 +617,8 @@ func TestLog(t *testing.T) {
 	wantLine(s.do(long+" /"+long, "", "Authorization: Bearer secret"), "INFO",
 		"method="+long[:20]+" path=/"+long[:999]+` status=401 duration_ms=D error="`+unauthorized+`"`)
 	execSQL(t, s.file, "DROP TABLE pets")
-	wantLine(s.get("/v1/pets/1"), "ERROR", "method=GET path=/v1/pets/1 status=500 duration_ms=D "+ofKey+
-		` error="SQL logic error: no such table: pets (1)"`)
+	wantLine(s.get("/v1/pets/1"), "ERROR", "method=GET path=/v1/pets/1 status=500 duration_ms=D "+
+		ofKey+` error="SQL logic error: no such table: pets (1)"`)
 }
 
 // TestPanicInAHandler lets a handler panic: the request gets 500, and the next one is answered.
@@ -763,15 +773,15 @@ func TestRefusedBackups(t *testing.T) {
 	wantRefused("unable to open database file (14)")
 }
 
-// breakIndex damages a database: it makes an index with two columns in the wrong order, and then
-// corrects only its SQL in the schema, which writable_schema permits. So the rows of the index are
-// not what SQLite expects.
+// breakIndex damages a database: it makes pets_by_status an index by name, and then corrects only
+// its SQL in the schema, which writable_schema permits. So the index has names, where SQLite
+// expects statuses.
 func breakIndex(t *testing.T, file string) {
 	t.Helper()
 	execSQL(t, file, `DROP INDEX pets_by_status;
-		CREATE INDEX pets_by_status ON pets (status, id, category_id, name);
+		CREATE INDEX pets_by_status ON pets (name);
 		PRAGMA writable_schema = ON;
-		UPDATE sqlite_schema SET sql = replace(sql, 'category_id, name', 'name, category_id')`)
+		UPDATE sqlite_schema SET sql = replace(sql, '(name)', '(status)')`)
 }
 
 // newClosedDatabase returns the name of a database with one animal, which no service has open.
@@ -868,7 +878,7 @@ func TestQueryPlans(t *testing.T) {
 	for query, index := range map[string]string{
 		selectPetsSQL:     "SEARCH pets USING INTEGER PRIMARY KEY (rowid>?)",
 		selectPetSQL:      "SEARCH pets USING INTEGER PRIMARY KEY (rowid=?)",
-		selectResponseSQL: "SEARCH idempotency_keys USING INDEX sqlite_autoindex_idempotency_keys_1 (caller=? AND key=?)",
+		selectResponseSQL: "idempotency_keys_1 (caller=? AND key=?)", // the index of the primary key
 		selectByStatusSQL: "SEARCH pets USING INDEX pets_by_status (status=? AND rowid>?)",
 		deleteExpiredSQL:  "SEARCH idempotency_keys USING COVERING INDEX idempotency_keys_by_age",
 	} {
@@ -888,7 +898,8 @@ func TestQueryPlans(t *testing.T) {
 	}
 }
 
-// TestPragmas reads the pragmas of a connection. A synchronous of 2 is FULL.
+// TestPragmas reads the pragmas of a connection. A synchronous of 2 is FULL. Without checkpoints,
+// the WAL would grow for ever.
 func TestPragmas(t *testing.T) {
 	t.Parallel()
 	db := newPool(newService(t).file, "rw", 1)
@@ -900,7 +911,6 @@ func TestPragmas(t *testing.T) {
 	if want := "wal 2 2000 1 1"; got != want {
 		t.Fatalf("the pragmas are %s, want %s", got, want)
 	}
-	// Otherwise, the WAL would grow for ever.
 	if must(t, db.QueryRow("PRAGMA wal_autocheckpoint").Scan(&got)); got != "1000" {
 		t.Fatalf("wal_autocheckpoint is %s, want 1000", got)
 	}
@@ -932,8 +942,8 @@ func TestMigration(t *testing.T) {
 	}
 }
 
-// TestVersion1 opens a database of version 1, in which an Idempotency-Key was used: a repeat must get
-// the first response.
+// TestVersion1 opens a database of version 1, in which an Idempotency-Key was used: a repeat must
+// get the first response.
 func TestVersion1(t *testing.T) {
 	t.Parallel()
 	file := newFile(t)
@@ -948,32 +958,34 @@ func TestVersion1(t *testing.T) {
 	s := openService(t, file)
 	first := s.get("/v1/pets/1").want(t, 200)
 	first.header.Set("Location", "pets/1")
-	s.create(`{"name":"\"<é>\"","categoryId":7,"status":"sold"}`, idempotencyKey("k")).wantRepeat(t, first)
+	s.create(`{"name":"\"<é>\"","categoryId":7,"status":"sold"}`, idempotencyKey("k")).
+		wantRepeat(t, first)
 	s.create(rex, idempotencyKey("k")).want(t, 422)
 	s.create(rex).wantNew(t, 2)
 }
 
-// TestLockedDatabase adds an animal while another program holds a lock: it gets 503, and lists go
-// on. (In TestBatches, the lock ends in time.)
+// TestLockedDatabase adds an animal while another program holds a lock: it gets 503, and reads do
+// not wait for it. If the lock ends in time, an animal with an Idempotency-Key is added.
 func TestLockedDatabase(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	unlock := lock(t, s.file)
 
-	get := make(chan reply)
-	time.AfterFunc(200*time.Millisecond, func() { get <- s.get("/v1/pets/1") })
-	waiting := make(chan reply, 1)
-	go func() { waiting <- s.create(rex) }()
-	(<-get).want(t, 404)
-	select {
-	case <-waiting:
-		t.Fatal("a read has waited for a create")
-	default:
-	}
-	(<-waiting).wantError(t, 503, unavailable).wantHeader(t, "Retry-After", "1")
-	s.log.wantText(t, "level=ERROR", "database is locked")
+	var created atomic.Bool
+	var creates sync.WaitGroup
+	creates.Go(func() {
+		s.create(rex).wantError(t, 503, unavailable).wantHeader(t, "Retry-After", "1")
+		created.Store(true)
+	})
+	time.Sleep(200 * time.Millisecond) // now the create waits, for 2 seconds
+	s.get("/v1/pets/1").want(t, 404)
 	s.get("/v1/pets").want(t, 200).wantBody(t, "[]\n")
 	s.get("/healthz").want(t, 200)
+	if created.Load() {
+		t.Fatal("the reads have waited for the create")
+	}
+	creates.Wait()
+	s.log.wantText(t, "level=ERROR", "database is locked")
 
 	unlock()
 	lockFor(t, s.file, 300*time.Millisecond)
@@ -1003,8 +1015,9 @@ func TestFullDatabase(t *testing.T) {
 }
 
 // TestFailedTransactions adds an animal whose COMMIT fails, because a trigger adds a row that
-// breaks a deferred constraint. Then it adds one whose Idempotency-Key cannot be stored, because
-// fail() fails (see registerSQL). Each must get 500, and not be stored. The next one must be.
+// breaks a deferred constraint. Then it adds one whose Idempotency-Key cannot be stored, and one
+// whose Idempotency-Key cannot be looked up, because fail() fails (see registerSQL). Each must get
+// 500, and not be stored. The next one must be.
 func TestFailedTransactions(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -1018,15 +1031,13 @@ func TestFailedTransactions(t *testing.T) {
 	s.create(rex, idempotencyKey("k")).want(t, 500)
 	s.create(rex).wantNew(t, 1)
 
-	// The last one repeats a create, whose Idempotency-Key cannot be read.
-	execSQL(t, s.file, "DROP TRIGGER rule")
-	s.create(rex, idempotencyKey("k")).wantNew(t, 2)
-	execSQL(t, s.file, `ALTER TABLE idempotency_keys RENAME TO old;
-		CREATE VIEW idempotency_keys AS
-			SELECT caller, key, created, fail() AS response FROM old;
+	execSQL(t, s.file, `DROP TABLE idempotency_keys;
+		CREATE VIEW idempotency_keys AS SELECT x'' AS caller, 'k' AS key, fail() AS created,
+			1 AS rowid, '' AS response;
 		CREATE TRIGGER i INSTEAD OF INSERT ON idempotency_keys BEGIN SELECT 1; END;
 		CREATE TRIGGER d INSTEAD OF DELETE ON idempotency_keys BEGIN SELECT 1; END`)
 	s.create(rex, idempotencyKey("k")).want(t, 500)
+	s.create(rex).wantNew(t, 2)
 }
 
 // TestFailedReads lists and fetches two animals, of which the second cannot be read. A response
@@ -1068,7 +1079,7 @@ func TestMissingTable(t *testing.T) {
 	s := newService(t)
 	execSQL(t, s.file, "DROP TABLE pets")
 	s.get("/healthz").wantError(t, 503, unavailable)
-	s.log.wantText(t, `error="the database is temporarily unavailable: SQL logic error: no such table: pets (1)"`)
+	s.log.wantText(t, `error="`+unavailable+`: SQL logic error: no such table: pets (1)"`)
 
 	must(t, s.close())
 	_, err := openStore(s.file, s.log.logger())
@@ -1077,9 +1088,9 @@ func TestMissingTable(t *testing.T) {
 	}
 }
 
-// TestMovedDatabase moves the database of a running service, puts it back, and moves it again.
-// Creates must get 503 while it is away. After a stop, the moved database must have all animals,
-// and a new one in its place must have none.
+// TestMovedDatabase moves the database of a running service, puts it back, and moves it again while
+// a create waits for a lock. Creates must get 503 while it is away. After a stop, the moved
+// database must have all animals, and a new one in its place must have none.
 func TestMovedDatabase(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -1091,14 +1102,12 @@ func TestMovedDatabase(t *testing.T) {
 	s.get("/healthz").want(t, 200)
 	s.create(rex).want(t, 201)
 
-	// The last move comes while a create waits for a lock.
 	unlock := lock(t, s.file)
-	late := make(chan reply)
-	go func() { late <- s.create(rex) }()
-	time.Sleep(200 * time.Millisecond)
-	must(t, os.Rename(s.file, s.file+".away"))
-	unlock()
-	(<-late).wantError(t, 503, unavailable)
+	time.AfterFunc(200*time.Millisecond, func() {
+		os.Rename(s.file, s.file+".away")
+		unlock()
+	})
+	s.create(rex).wantError(t, 503, unavailable)
 	wantNotInItsPlace(t, s)
 	must(t, s.close())
 	wantPetCount(t, s.file+".away", 2)
@@ -1124,10 +1133,8 @@ func TestReplacedDatabase(t *testing.T) {
 }
 
 // TestMovedWAL moves the WAL of a running service, or its index: creates must get 503, until the
-// file is put back.
-//
-// Then the test deletes the file. SQLite still has it open, and when the service stops, SQLite
-// copies the WAL to the database. So nothing must be lost.
+// file is put back. Then the test deletes the file. SQLite still has it open, and copies the WAL to
+// the database when the service stops. So nothing must be lost.
 func TestMovedWAL(t *testing.T) {
 	t.Parallel()
 	for _, suffix := range []string{"-wal", "-shm"} {
@@ -1150,7 +1157,8 @@ func TestMovedWAL(t *testing.T) {
 
 // TestStopBesideAMovedWAL moves the WAL, and stops the service while another program has the
 // database open. The service is not the last to close, so SQLite leaves the WAL as it is. The stop
-// must not empty it, either: see close.
+// must leave it, too: the other program may have begun a new WAL, and pages of two WALs damage a
+// database.
 func TestStopBesideAMovedWAL(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -1197,6 +1205,18 @@ func TestListsOfAMovedDatabase(t *testing.T) {
 	}
 }
 
+// TestIdleReaders lets a day pass, under a fake clock. The service must keep its connections open,
+// and open no new ones, which may be to another file.
+func TestIdleReaders(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newService(t)
+		time.Sleep(24 * time.Hour)
+		must(t, os.Rename(s.file, s.file+".away"))
+		s.get("/v1/pets").want(t, 200)
+	})
+}
+
 // TestBackup makes a backup of a running service, and runs another service on the copy.
 func TestBackup(t *testing.T) {
 	t.Parallel()
@@ -1223,7 +1243,8 @@ func TestBackup(t *testing.T) {
 	copied.create(rex, idempotencyKey("another")).wantNew(t, 2)
 }
 
-// Connections, under a fake clock.
+// Connections, under a fake clock. They are pipes in memory, which hold nothing: a write returns
+// when the other end has read it.
 
 // Requests as they are sent. rawCreate lacks its body, rex.
 var (
@@ -1325,26 +1346,20 @@ func TestInvalidHTTP(t *testing.T) {
 			inMemory(t, func(t *testing.T, s *memoryService) {
 				conn := s.dial(t)
 				go io.WriteString(conn, c.request)
-				resp := conn.receive(t)
-				if resp.status != c.status {
-					t.Errorf("the status is %d, want %d", resp.status, c.status)
-				}
-				want := fmt.Sprintf(`{"code":"invalid_http","message":%q,"status":%d}`, c.message, c.status)
-				resp.wantBody(t, want+"\n").wantServiceHeaders(t).wantHeader(t, "Connection", "close")
-				id := resp.header.Get("X-Request-Id")
-				if id == "" {
-					t.Error("there is no X-Request-Id")
-				}
-				s.log.wantText(t, "id="+id, c.message)
+				want := fmt.Sprintf(`{"code":"invalid_http","message":%q,"status":%d}`,
+					c.message, c.status)
+				resp := conn.receive(t).want(t, c.status).wantBody(t, want+"\n").
+					wantHeader(t, "Connection", "close")
+				s.log.wantText(t, "id="+resp.header.Get("X-Request-Id"), c.message)
 				conn.wantClosed(t)
 			})
 		})
 	}
 }
 
-// TestRawRequests sends requests that only a connection can show: most have a body that no handler
-// reads to its end, so answer has to read up to 1 MiB of the rest. The client must receive the
-// response that it wants, without delay.
+// TestRawRequests sends requests that only a connection can show. Each proves the rule that its
+// name states. In most, no handler reads the body to its end, and the client sends all of it before
+// it reads the response. It must receive the response without delay.
 func TestRawRequests(t *testing.T) {
 	t.Parallel()
 	request := func(line string, headers ...string) string {
@@ -1361,19 +1376,21 @@ func TestRawRequests(t *testing.T) {
 		want       string // in what the client receives
 		cutOff     bool   // the connection is closed before the client has sent all
 	}{
-		{name: "OPTIONS *", sent: request("OPTIONS * HTTP/1.1"), want: "HTTP/1.1 401 "},
-		{name: "15 KiB of headers", sent: request("GET /healthz HTTP/1.1", "X: "+body(15<<10)),
-			want: "HTTP/1.1 200 "},
-		{name: "a body", sent: request(put, "Content-Length: 1000000") + body(1000000),
-			want: "HTTP/1.1 401 "},
-		{name: "a body of HTTP/1.0",
+		{name: "OPTIONS * needs an API key", sent: request("OPTIONS * HTTP/1.1"), want: "HTTP/1.1 401 "},
+		{name: "15 KiB of headers are accepted", want: "HTTP/1.1 200 ",
+			sent: request("GET /healthz HTTP/1.1", "X: "+body(15<<10))},
+		{name: "a body of up to 1 MiB is read", want: "HTTP/1.1 401 ",
+			sent: request(put, "Content-Length: 1000000") + body(1000000)},
+		{name: "it is read in HTTP/1.0, too",
 			sent: request("PUT / HTTP/1.0", "Content-Length: 1000000") + body(1000000),
 			want: "HTTP/1.0 401 "},
-		{name: "a body in chunks", sent: request(put, "Transfer-Encoding: chunked") +
+		{name: "it is read in chunks, too", sent: request(put, "Transfer-Encoding: chunked") +
 			chunk(500000) + body(500000) + "\r\n" + chunk(0) + "\r\n", want: "HTTP/1.1 401 "},
-		{name: "3 of 9 MiB of a body", sent: request(put, "Transfer-Encoding: chunked") +
+		{name: "a body that is declared to be larger is not waited for",
+			sent: request(put, "Content-Length: 2000000"), want: "HTTP/1.1 401 "},
+		{name: "no more than 1 MiB is read", sent: request(put, "Transfer-Encoding: chunked") +
 			chunk(9<<20) + body(3<<20), want: "HTTP/1.1 401 ", cutOff: true},
-		{name: "a body that is too large, after 100",
+		{name: "a client that waits for 100 gets it, and its refusal",
 			sent: request("POST /v1/pets HTTP/1.1", "Authorization: Bearer "+testKey,
 				"Expect: 100-continue", "Content-Length: 500000") + body(500000),
 			want: "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 413 "},
@@ -1498,9 +1515,14 @@ func TestSettings(t *testing.T) {
 	p.log.wantNoText(t, testKey, "api_key")
 	p.get("/v1/pets").want(t, 200)
 	p.get("/v1/pets", "Authorization: Bearer one").want(t, 200)
+}
 
-	// Over TCP, an error of net/http must end with the end of the connection, and not with a reset.
-	conn, err := net.Dial("tcp", strings.Replace(p.host, "[::]", "127.0.0.1", 1))
+// TestLargeHeaders sends large headers over TCP, and goes on sending: after the response, the
+// connection must end, and not be reset, or the client could miss the response.
+func TestLargeHeaders(t *testing.T) {
+	t.Parallel()
+	p := start(t, newFile(t), withAPIKey)
+	conn, err := net.Dial("tcp", p.host)
 	must(t, err)
 	defer conn.Close()
 	io.WriteString(conn, "GET / HTTP/1.1\r\nX: "+strings.Repeat("x", 40<<10))
@@ -1683,12 +1705,13 @@ func startAndKill(t *testing.T, file string) *logBuffer {
 // connection may stay in use for ever.
 func TestPanicInSQLite(t *testing.T) {
 	t.Parallel()
-	for _, request := range []string{"GET /v1/pets", "GET /v1/pets/1", "POST /v1/pets"} {
+	for _, request := range []string{"GET /v1/pets", "GET /v1/pets/2", "POST /v1/pets"} {
 		file := newFile(t)
 		p := start(t, file, withAPIKey)
-		addPets(t, file, 1)
+		addPets(t, file, 2)
+		// The first animal can be read, so a list panics in rows.Next.
 		execSQL(t, file, `ALTER TABLE pets RENAME TO old;
-			CREATE VIEW pets AS SELECT * FROM old WHERE panic_now();
+			CREATE VIEW pets AS SELECT * FROM old WHERE id = 1 OR panic_now();
 			CREATE TRIGGER broken INSTEAD OF INSERT ON pets BEGIN SELECT panic_now(); END`)
 
 		if resp := p.do(request, rex); resp.err == nil {
@@ -1729,7 +1752,6 @@ func TestDocument(t *testing.T) {
 		{"the format of an id",
 			create.Responses["201"].Content[jsonType].Schema.Properties["id"].Format, "int64"},
 		{"the place of the Idempotency-Key", create.Parameters[0].In, "header"},
-		{"the codes", strings.Count(document().Info.Description, "` |"), len(statusByCode) + 1},
 		{"the server", document().Servers[0].URL, "/v1"},
 		{"the security", document().Security, "[map[bearerAuth:[]]]"},
 		{"the scheme", document().Components.SecuritySchemes["bearerAuth"].Scheme, "bearer"},
@@ -1956,7 +1978,7 @@ func newReply(request string, resp *http.Response, err error) reply {
 }
 
 // want checks the status of a response, and the rules for all responses:
-//   - The headers are those of wantServiceHeaders, and an X-Request-Id.
+//   - The headers are those that all responses have, and an X-Request-Id.
 //   - A 401, and no other response, has WWW-Authenticate. So it is with 405 and Allow, and with 503
 //     and Retry-After.
 //   - The body is JSON, of the length that Content-Length says. That of an error is an Error.
@@ -1967,7 +1989,9 @@ func (r reply) want(t testing.TB, status int) reply {
 		t.Fatalf("%.500s = %d %.2000s (error: %v), want %d",
 			r.request, r.status, r.body, r.err, status)
 	}
-	r.wantServiceHeaders(t)
+	r.wantHeader(t, "Cache-Control", "no-store")
+	r.wantHeader(t, "Content-Type", "application/json")
+	r.wantHeader(t, "X-Content-Type-Options", "nosniff")
 	if id := r.header.Get("X-Request-Id"); !regexp.MustCompile("^[A-Z2-7]{26}$").MatchString(id) {
 		t.Fatalf("%.500s has the X-Request-Id %q", r.request, id)
 	}
@@ -1990,18 +2014,13 @@ func (r reply) want(t testing.TB, status int) reply {
 	return r
 }
 
-// wantServiceHeaders checks the headers that all responses have, those of net/http, too.
-func (r reply) wantServiceHeaders(t testing.TB) reply {
-	t.Helper()
-	return r.wantHeader(t, "Cache-Control", "no-store").
-		wantHeader(t, "Content-Type", "application/json").
-		wantHeader(t, "X-Content-Type-Options", "nosniff")
-}
-
 // wantErrorShape checks that the body is an Error, and that the message of a 5xx tells no cause.
 func (r reply) wantErrorShape(t testing.TB) {
 	t.Helper()
 	e := decode[apiError](t, r.body)
+	if e.Code == "invalid_http" {
+		return // TestInvalidHTTP checks the whole body
+	}
 	if statusByCode[e.Code] != r.status || e.Message == "" || e.Status != r.status {
 		t.Fatalf("%.500s = %d %s, want an Error", r.request, r.status, r.body)
 	}

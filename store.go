@@ -298,8 +298,7 @@ func (s *store) open() error {
 	}
 	s.warnOfMissingWAL()
 
-	// migrate comes first, because it refuses the database of another program, and changes nothing
-	// in it. WAL mode is stored in the file.
+	// Before WAL mode, which is stored in the file: a foreign database must not change.
 	oldVersion, err := migrate(s.writer, migrations)
 	if err != nil {
 		return err
@@ -333,11 +332,11 @@ func (s *store) open() error {
 }
 
 // syncWAL brings the whole WAL to disk before there are requests. A killed process may have left
-// pets in it that are only in the memory of the system. SQLite reads them all the same, and a repeat
-// of their creates would get a 201.
+// pets in it that are only in the memory of the system. SQLite reads them all the same, and a
+// repeat of their creates would get a 201.
 //
-// A commit syncs the WAL. This one changes nothing: it sets the schema version to the value that it
-// has after migrate. In a new database, it also creates the WAL and the -shm.
+// A commit syncs the WAL, also this one, which sets the schema version to the value that it has. In
+// a new database, it creates the WAL and the -shm.
 func (s *store) syncWAL() error {
 	_, err := s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
 	return err
@@ -416,16 +415,11 @@ func (s *store) close() error {
 
 // migrations[v] takes a database from schema version v to version v+1. The version is PRAGMA
 // user_version, which is 0 in a new database. All of them together make this schema:
-//
-//	pets (id, name, category_id, status)
-//	    The animals. With AUTOINCREMENT, no id is used again.
-//	pets_by_status ON pets (status)
-//	    An index ends with the id, so it has the pets of a status by id.
-//	idempotency_keys (caller, key, created, response)
-//	    The first response to each Idempotency-Key. The primary key is (caller, key): the SHA-256 sum
-//	    of an API key, and an Idempotency-Key. created is a Unix time in seconds, and response is a
-//	    Pet in JSON. deploy/animalstore-restore copies these columns: leave them as they are.
-//	idempotency_keys_by_age ON idempotency_keys (created)
+//   - pets (id, name, category_id, status). With AUTOINCREMENT, no id is used again.
+//   - pets_by_status, an index on (status). Each index also has the id, in ascending order.
+//   - idempotency_keys (caller, key, created, response): the first response, a Pet in JSON, to the
+//     Idempotency-Key of a caller. created is in Unix seconds; an index has it, too. Leave these
+//     columns as they are: deploy/animalstore-restore copies them.
 //
 // The CHECKs are for edits by other programs, and are not all rules of the API. They do not use IN,
 // for which each insert would build a b-tree.
@@ -467,9 +461,8 @@ var migrations = []string{
 		response TEXT NOT NULL,
 		PRIMARY KEY (caller, key)
 	) STRICT;
-	INSERT INTO responses SELECT caller, key, created,
-		json_object('id', id, 'name', name, 'categoryId', category_id, 'status', status)
-		FROM idempotency_keys;
+	INSERT INTO responses SELECT caller, key, created, json_object(
+		'id', id, 'name', name, 'categoryId', category_id, 'status', status) FROM idempotency_keys;
 	DROP TABLE idempotency_keys;
 	ALTER TABLE responses RENAME TO idempotency_keys;
 	CREATE INDEX idempotency_keys_by_age ON idempotency_keys (created);`,
@@ -614,11 +607,8 @@ func newPool(path, mode string, size int) *sql.DB {
 	query := url.Values{ // see https://pkg.go.dev/modernc.org/sqlite#Driver.Open
 		"mode":      {mode},
 		"_error_rc": {"1"}, // errors have their own message, and not that of an earlier error
-
-		// BEGIN waits for the write lock. Without this, an INSERT after a SELECT would ask for the
-		// lock, and fail at once if another program has it.
+		// BEGIN waits for the write lock. An INSERT after a SELECT would fail without waiting.
 		"_txlock": {"immediate"},
-
 		"_pragma": {
 			fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()),
 			"synchronous(FULL)",
@@ -655,18 +645,17 @@ func sqliteCode(err error) int {
 // files. SQLite does not notice that, and goes on with the files that it has open. Animals can be
 // lost in four situations:
 //
-//   - While the service runs, if a file is not in its place. After a kill, the next start would not
-//     find the animals that are added now. If the -shm is another one, other programs do not see
-//     the locks of this one, either. So creates and checkHealth fail until the file is back
-//     (checkFiles). Reads go on.
-//   - At a stop, if the database was moved. SQLite leaves the WAL behind, and would apply it to the
-//     next database at the path, and damage that. So the stop empties the WAL first (emptyWAL). It
-//     does not if only the WAL was moved: another program may have begun a new WAL, and a database
-//     with pages of two WALs is damaged, too.
-//   - At a start, if there is a WAL but no database. SQLite would make a new database, and delete
-//     the WAL, which the missing database still needs. So a start is refused (checkPath).
-//   - At a start after a kill, if the WAL was deleted. Its animals are lost, and the start warns of
-//     that (warnOfMissingWAL).
+//   - While the service runs, if a file is not in its place: after a kill, the next start would not
+//     find what is added now. Beside another -shm, other programs do not see the locks, either. So
+//     creates and checkHealth fail until the file is back (checkFiles). Reads go on.
+//   - At a stop, if the database was moved: SQLite leaves the WAL behind, applies it to the next
+//     database at the path, and damages that. So the stop empties the WAL (emptyWAL). It does not
+//     if only the WAL was moved: another program may have begun a new WAL, and pages of two WALs
+//     damage a database.
+//   - At a start, if there is a WAL but no database: SQLite would make a new database, and delete
+//     the WAL, which the missing database needs. So a start is refused (checkPath).
+//   - At a start after a kill, if the WAL was deleted: its animals are lost, and the start warns
+//     (warnOfMissingWAL).
 
 // checkFiles returns an error unless the files with these suffixes are those that were opened.
 func (s *store) checkFiles(suffixes ...string) error {
