@@ -99,8 +99,10 @@ type store struct {
 
 // exitOnPanic, deferred, ends the program with status 1 after a panic in list, get or commit. If a
 // statement panics, database/sql never frees its connection and locks: whatever needs them waits
-// for ever. If commit panics, sync.Once.Do returns to all other creates of the batch as if commit
-// had succeeded, and they would return pets that are not stored.
+// for ever. That includes tx.Rollback, so inTx does not defer it. (rows.Close needs none of them.)
+//
+// If commit panics, sync.Once.Do returns to all other creates of the batch as if commit had
+// succeeded, and they would return pets that are not stored.
 func (s *store) exitOnPanic() {
 	if p := recover(); p != nil {
 		s.logger.Error("panic in the store", "panic", p, "stack", string(debug.Stack()))
@@ -119,7 +121,7 @@ func (s *store) list(o listOptions) ([]Pet, error) {
 	if err != nil {
 		return nil, markUnavailable(err)
 	}
-	defer rows.Close() // returns even after a panic, and so exitOnPanic is reached
+	defer rows.Close()
 
 	pets := make([]Pet, 0, o.limit)
 	var p Pet
@@ -158,8 +160,8 @@ type creation struct {
 // batch has the creations that one transaction stores. This is group commit:
 //  1. Each creation joins s.next, and calls once.Do. The first call runs commit.
 //  2. commit waits until the batch before is stored. Meanwhile, more creations join.
-//  3. commit puts a new batch in s.next, and stores the creations that have joined the old one.
-//  4. Once they are stored, Do returns to all of them.
+//  3. commit puts a new batch in s.next. From then on, nothing joins the old one.
+//  4. commit stores the creations of the old batch. Then Do returns to all of them.
 type batch struct {
 	creations []*creation
 	once      sync.Once // runs commit
@@ -194,8 +196,7 @@ func (s *store) create(
 	return c.stored, c.replayed, c.err
 }
 
-// commit stores the creations of b in one transaction, and sets their results. At first, b is still
-// s.next, and more creations join it.
+// commit stores the creations of b, which is s.next at first, and sets their results: see batch.
 func (s *store) commit(b *batch) {
 	defer s.exitOnPanic()
 
@@ -267,7 +268,7 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 // replay sets the results of c from the first response to its Idempotency-Key.
 func (c *creation) replay(response []byte) {
 	c.replayed = true
-	c.stored.NewPet = c.pet // the response may be older than a field: that is no difference
+	c.stored.NewPet = c.pet // for members that were added to NewPet after this response
 	c.err = json.Unmarshal(response, &c.stored)
 	if c.err == nil && c.stored.NewPet != c.pet {
 		c.err = errIdempotencyKeyReused
@@ -335,8 +336,8 @@ func (s *store) open() error {
 // pets in it that are only in the memory of the system. SQLite reads them all the same, and a
 // repeat of their creates would get a 201.
 //
-// A commit syncs the WAL, also this one, which sets the schema version to the value that it has. In
-// a new database, it creates the WAL and the -shm.
+// A commit syncs the WAL, even this one: it writes the schema version once more. In a new database,
+// it also creates the WAL and the -shm.
 func (s *store) syncWAL() error {
 	_, err := s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
 	return err
@@ -406,7 +407,7 @@ func (s *store) close() error {
 	defer s.writerMu.Unlock()
 
 	var err error
-	if s.checkFiles("") != nil { // the database was moved, and SQLite would leave its WAL behind
+	if moved := s.checkFiles("") != nil; moved { // SQLite would leave the WAL behind
 		err = s.emptyWAL()
 	}
 	// The writer closes last, because a read-only connection cannot delete the WAL.
@@ -594,8 +595,7 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 		return err
 	}
 	if err := f(tx); err != nil {
-		// Not deferred: after a panic, it would wait for ever (see exitOnPanic).
-		tx.Rollback()
+		tx.Rollback() // not deferred: see exitOnPanic
 		return err
 	}
 	return tx.Commit() // if COMMIT fails, the driver rolls back
