@@ -127,7 +127,7 @@ func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h hand
 	if r.status == http.StatusServiceUnavailable {
 		r.responseHeader.Set("Retry-After", "1") // seconds
 	}
-	// Only a client whose API key was checked may hold a connection for idleTimeout.
+	// Only a client with a valid API key may hold a connection for idleTimeout.
 	if r.caller == nil || s.draining.Load() {
 		r.responseHeader.Set("Connection", "close")
 	}

@@ -43,9 +43,10 @@ import (
 //	s.get("/v1/pets?limit=1").want(t, 200).wantHeader(t, "Link", "")
 //	s.get("/v1/pets/2").wantError(t, 404, noAnimal)
 //
-// A request has a valid API key, unless one of its headers says otherwise. These methods check what
-// comes of it, and fail the test otherwise:
-//   - want: a response has this status, follows the rules for all, and is in openapi.json.
+// A request has a valid API key, unless one of its headers says otherwise. These methods and
+// functions check what comes of it:
+//   - want: a response has this status, and follows the rules for all. If it is that of an
+//     operation, openapi.json describes it.
 //   - wantError: it is also an Error with this message.
 //   - wantNew and wantRepeat: a create has added this animal, or has returned the first response.
 //   - wantSQL and wantPetCount: the database has this value, or so many animals and no damage.
@@ -492,7 +493,7 @@ func TestIdempotencyKey(t *testing.T) {
 	s.create(`{"name":1}`, idempotencyKey("k")).want(t, 400)
 	wantPetCount(t, s.file, 3)
 
-	// A response that was stored before pets had a status is no other animal.
+	// If the status was added to pets later, the response lacks it. That is no difference.
 	execSQL(t, s.file, "UPDATE idempotency_keys SET response = json_remove(response, '$.status')")
 	s.create(rex, idempotencyKey("k")).wantRepeat(t, first)
 	execSQL(t, s.file, "UPDATE idempotency_keys SET response = 'no JSON'")
@@ -559,8 +560,9 @@ func TestBatches(t *testing.T) {
 		r.withoutKey.want(t, 201)
 	}
 	s.log.wantText(t, "UNIQUE constraint failed")
-	// A transaction writes at least three pages of 4096 bytes to the WAL: 120 for the 40 animals, if
-	// each had its own. Here the first one has one, and most others share the next: some 20 pages.
+	// A transaction writes at least three pages of 4096 bytes to the WAL. So 40 transactions, one for
+	// each animal, would write 120 pages. But most animals wait for the lock, share the second or
+	// third transaction, and write some 20 pages.
 	if pages := (len(readFile(t, s.file+"-wal")) - before) / 4096; pages > 60 {
 		t.Fatalf("the WAL has grown by %d pages, want at most 60", pages)
 	}
@@ -765,7 +767,7 @@ func TestRefusedBackups(t *testing.T) {
 
 	execSQL(t, file, "PRAGMA ignore_check_constraints = ON; UPDATE pets SET status = 'lost'")
 	wantRefused("the database is damaged: CHECK constraint failed in pets")
-	wantRefusal(t, dir, withAPIKey, 1, ": open "+dir+"/none/copy.db.", // it is made where it belongs
+	wantRefusal(t, dir, withAPIKey, 1, ": open "+dir+"/none/copy.db.", // not in TMPDIR
 		"-db", file, "-backup", dir+"/none/copy.db")
 	writeFile(t, file, "")
 	wantRefused("the database is empty")
@@ -959,7 +961,7 @@ func TestVersion1(t *testing.T) {
 	wantSQL(t, file, "SELECT created || ' ' || response FROM idempotency_keys",
 		`9999999999 {"id":1,"name":"\"<é>\"","categoryId":7,"status":"sold"}`)
 	first := s.get("/v1/pets/1").want(t, 200)
-	first.header.Set("Location", "pets/1")
+	first.header.Set("Location", "pets/1") // as the response of the create had
 	s.create(`{"name":"\"<é>\"","categoryId":7,"status":"sold"}`, idempotencyKey("k")).
 		wantRepeat(t, first)
 	s.create(rex).wantNew(t, 2)
@@ -1015,10 +1017,12 @@ func TestFullDatabase(t *testing.T) {
 	s.create(rex).want(t, 201)
 }
 
-// TestFailedTransactions adds an animal whose COMMIT fails, because a trigger adds a row that
-// breaks a deferred constraint. Then it adds one whose Idempotency-Key cannot be stored, and one
-// whose Idempotency-Key cannot be looked up, because fail() fails (see registerSQL). Each must get
-// 500, and not be stored. The next one must be.
+// TestFailedTransactions lets three transactions fail. Each animal must get 500, and not be stored.
+// The next one must be.
+//  1. COMMIT fails: a trigger adds a row that breaks a deferred constraint.
+//  2. The Idempotency-Key cannot be stored: a trigger calls fail() (see registerSQL).
+//  3. It cannot be looked up: a view that calls fail() is in place of the table. The view has the
+//     columns and triggers that the prepared statements need.
 func TestFailedTransactions(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -1359,8 +1363,8 @@ func TestInvalidHTTP(t *testing.T) {
 }
 
 // TestRawRequests sends requests that only a connection can show. Each proves the rule that its
-// name states. In most, no handler reads the body to its end, and the client sends all of it before
-// it reads the response. It must receive the response without delay.
+// name states. In most, no handler reads the body to its end. The client must be able to send all
+// of it, unless cutOff is set, and receive the response without delay.
 func TestRawRequests(t *testing.T) {
 	t.Parallel()
 	request := func(line string, headers ...string) string {

@@ -35,7 +35,7 @@ const (
 var petStatuses = []string{"available", "pending", "sold"}
 
 // NewPet is a pet as a client sends it: the NewPet of the API. Its status is never empty, because
-// parseNewPet fills in the default. Keep it comparable: insert uses == to recognize a repeat.
+// parseNewPet fills in the default. Keep it comparable: replay compares two of them.
 type NewPet struct {
 	Name       string `json:"name"`
 	CategoryID int64  `json:"categoryId"`
@@ -99,7 +99,7 @@ type store struct {
 
 // exitOnPanic, deferred, ends the program with status 1 after a panic in list, get or commit. If a
 // statement panics, database/sql never frees its connection and locks: whatever needs them waits
-// for ever. That includes tx.Rollback, so inTx does not defer it. (rows.Close needs none of them.)
+// for ever. So would tx.Rollback if inTx deferred it, but not rows.Close.
 //
 // If commit panics, sync.Once.Do returns to all other creates of the batch as if commit had
 // succeeded, and they would return pets that are not stored.
@@ -268,15 +268,16 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 // replay sets the results of c from the first response to its Idempotency-Key.
 func (c *creation) replay(response []byte) {
 	c.replayed = true
-	c.stored.NewPet = c.pet // for members that were added to NewPet after this response
+	// A response from before a member was added to NewPet lacks it. Take that member from c.pet, so
+	// that it does not count as a difference.
+	c.stored.NewPet = c.pet
 	c.err = json.Unmarshal(response, &c.stored)
 	if c.err == nil && c.stored.NewPet != c.pet {
 		c.err = errIdempotencyKeyReused
 	}
 }
 
-// openStore opens the database at path. If it is missing or empty, it makes one, and logs a
-// warning.
+// openStore opens the database at path. If that is missing or empty, it makes one, with a warning.
 func openStore(path string, logger *slog.Logger) (*store, error) {
 	s := &store{
 		path:    path,
@@ -422,8 +423,7 @@ func (s *store) close() error {
 //     Idempotency-Key of a caller. created is in Unix seconds; an index has it, too. Leave these
 //     columns as they are: deploy/animalstore-restore copies them.
 //
-// The CHECKs are for edits by other programs, and are not all rules of the API. They do not use IN,
-// for which each insert would build a b-tree.
+// The CHECKs are for edits by other programs, and are not all rules of the API.
 //
 // To change the schema, append to this list. Never edit a string that was released: a database that
 // already has its version would not get the edit.
@@ -642,8 +642,7 @@ func sqliteCode(err error) int {
 }
 
 // The rest guards the files of the database. Operators and other programs move, delete and replace
-// files. SQLite does not notice that, and goes on with the files that it has open. Animals can be
-// lost in four situations:
+// files. SQLite does not notice, and goes on with those that it has open. So animals can be lost:
 //
 //   - While the service runs, if a file is not in its place: after a kill, the next start would not
 //     find what is added now. Beside another -shm, other programs do not see the locks, either. So
