@@ -75,7 +75,7 @@ func run(
 	return 0
 }
 
-// usage is what -h writes before the flags.
+// usage is written before the flags, for -h and after a wrong command line.
 const usage = `Usage: API_KEYS=KEY,... animalstore [flags]
 
 If API_KEYS is not set, the service makes a key and logs it. It does so only on a loopback address.

@@ -51,8 +51,8 @@ const (
 	maxDiscard = 1 << 20
 )
 
-// serviceHeader has the headers of all responses, also of those that net/http itself sends. answer
-// adds an X-Request-Id.
+// serviceHeader has the headers of all responses, also of those that net/http itself sends. Each
+// response has an X-Request-Id, too.
 var serviceHeader = http.Header{
 	"Cache-Control":          {"no-store"},
 	"Content-Type":           {"application/json"},

@@ -98,7 +98,7 @@ type store struct {
 }
 
 // exitOnPanic, deferred, ends the program with status 1 after a panic in list, get or commit. If a
-// statement panics, database/sql never frees its connection and locks: whatever needs them waits
+// Query or Exec panics, database/sql never frees its connection and locks: what needs them waits
 // for ever. So would tx.Rollback if inTx deferred it, but not rows.Close.
 //
 // If commit panics, sync.Once.Do returns to all other creates of the batch as if commit had
@@ -684,9 +684,9 @@ func (s *store) emptyWAL() error {
 	return nil
 }
 
-// checkPath returns an error if there is a WAL at path, but no database, or an empty one. It also
-// returns one if path is a symbolic link: SQLite keeps the WAL beside the file that the link leads
-// to, and the functions here look beside path.
+// checkPath returns an error if path has a WAL with content, but no database, or an empty one. So
+// it does if path is a symbolic link: SQLite keeps the WAL beside the file that the link leads to,
+// and the functions here look beside path.
 func checkPath(path string) error {
 	database, _ := os.Lstat(path)
 	if database != nil && database.Mode().Type() == os.ModeSymlink {
