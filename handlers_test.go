@@ -1,0 +1,459 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"maps"
+	"net/url"
+	"strconv"
+	"strings"
+	"testing"
+	"testing/iotest"
+)
+
+// Messages of errors.
+const (
+	limitRule  = "limit must be an integer from 1 to 100"
+	afterRule  = "after must be an integer from 0 to 9223372036854775807"
+	statusRule = "status must be one of available, pending, sold, or be left out"
+	nameRule   = "name must be a string of 1 to 255 characters, not all white space, " +
+		"without U+0000, U+FFFD or unpaired surrogates"
+	categoryRule = "categoryId must be an integer from -9223372036854775808 to 9223372036854775807, " +
+		"with no fraction, exponent or quotes"
+	idempotencyKeyRule = "Idempotency-Key must be one value of 1 to 255 visible ASCII characters"
+
+	nothingThere = "there is nothing at this path; the paths of the API begin with /v1/pets"
+	unauthorized = "send a valid API key, in one header Authorization: Bearer API_KEY; " +
+		"GET /openapi.json describes this interface"
+	noAnimal    = "there is no animal with this id"
+	unavailable = "the database is temporarily unavailable"
+)
+
+// The operations, as their clients see them.
+
+// newShop returns a service with Rex, Tom and Mia, and with the animals 5 to 25, which are sold.
+// Animal 4 was deleted, so that an id does not tell how many animals come before it.
+func newShop(t *testing.T) *service {
+	t.Helper()
+	s := newService(t)
+	execSQL(t, s.file, `INSERT INTO pets (name, category_id, status)
+		VALUES ('Rex', 7, 'available'), ('Tom', -8, 'sold'), ('Mia', 0, 'pending')`)
+	addPets(t, s.file, 22)
+	execSQL(t, s.file, "DELETE FROM pets WHERE id = 4")
+	return s
+}
+
+// TestListPets lists the animals of newShop: each page must have these animals, and a link to the
+// next page if more animals follow.
+func TestListPets(t *testing.T) {
+	t.Parallel()
+	s := newShop(t)
+	const firstTwenty = "1 2 3 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21"
+
+	for _, c := range []struct {
+		name, query string
+		ids         string // of the animals on the page
+		next        string // the query of the link to the next page, "" for no link
+	}{
+		{"20 by default", "", firstTwenty, "after=21"},
+		{"100", "?limit=100", firstTwenty + " 22 23 24 25", ""},
+		{"exactly all", "?limit=24", firstTwenty + " 22 23 24 25", ""},
+		{"a status", "?status=pending", "3", ""},
+		{"a page of a status", "?limit=2&status=sold&after=2", "5 6", "after=6&limit=2&status=sold"},
+		{"one, after 0", "?after=0&limit=1", "1", "after=1&limit=1"},
+		{"after the last id", "?after=25", "", ""},
+		{"after the greatest id", "?after=9223372036854775807", "", ""},
+		{"an escaped query", "?st%61tus=pend%69ng", "3", ""},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			resp := s.get("/v1/pets"+c.query).want(t, 200)
+			var ids []string
+			for _, p := range decode[[]Pet](t, resp.body) {
+				ids = append(ids, strconv.FormatInt(p.ID, 10))
+			}
+			if got := strings.Join(ids, " "); got != c.ids {
+				t.Fatalf("the page has the animals %s, want %s", got, c.ids)
+			}
+			link := ""
+			if c.next != "" {
+				link = "<pets?" + c.next + `>; rel="next"`
+			}
+			resp.wantHeader(t, "Link", link)
+		})
+	}
+
+	s.get("/v1/pets?limit=2").wantBody(t,
+		`[{"id":1,"name":"Rex","categoryId":7,"status":"available"},`+
+			`{"id":2,"name":"Tom","categoryId":-8,"status":"sold"}]`+"\n")
+	s.get("/v1/pets?after=25").wantBody(t, "[]\n")
+	s.do("HEAD /v1/pets?limit=1", "").want(t, 200).
+		wantHeader(t, "Link", `<pets?after=1&limit=1>; rel="next"`)
+	// These headers change nothing.
+	s.get("/v1/pets", "Accept: text/html", "Content-Type: text/plain", "If-None-Match: *",
+		"Range: bytes=0-3", "Idempotency-Key: a b").want(t, 200)
+}
+
+// TestListPetsRefuses lists animals with queries that must get 400, with the message of the case.
+func TestListPetsRefuses(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	long := strings.Repeat("x", 64)
+
+	for _, c := range []struct{ name, query, message string }{
+		{"limit is too small", "limit=0", limitRule},
+		{"limit is too large", "limit=101", limitRule},
+		{"limit has a sign", "limit=%2B5", limitRule},
+		{"limit has a leading zero", "limit=05", limitRule},
+		{"limit is empty", "limit=", limitRule},
+		{"status is in capitals", "status=SOLD", statusRule},
+		{"status is empty", "status=", statusRule},
+		{"after is negative", "after=-1", afterRule},
+		{"after is not an int64", "after=9223372036854775808", afterRule},
+		{"a parameter is repeated", "limit=5&limit=5", `"limit" must not be repeated`},
+		{"a parameter is unknown", "Limit=5", `unknown parameter "Limit"`},
+		{"a long parameter is cut", long + "yz=1", `unknown parameter "` + long + `"`},
+		{"a semicolon separates", "limit=5;after=1", "the query string is malformed"},
+		{"an escape is malformed", "status=%zz", "the query string is malformed"},
+		{"more than ten faults", "a&b&c&d&e&f&g&h&limit=0&status=x&y&z",
+			`unknown parameter "a"; unknown parameter "b"; unknown parameter "c"; ` +
+				`unknown parameter "d"; unknown parameter "e"; unknown parameter "f"; ` +
+				`unknown parameter "g"; unknown parameter "h"; ` + limitRule + "; " + statusRule},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s.get("/v1/pets?"+c.query).wantError(t, 400, c.message)
+		})
+	}
+}
+
+// largest is a body of the largest size that is accepted.
+var largest = rex + strings.Repeat(" ", 64<<10-len(rex))
+
+// TestCreatePet adds animals that must be stored, and come back, as they were sent. FuzzCreatePet
+// does so with more bodies.
+func TestCreatePet(t *testing.T) {
+	t.Parallel()
+	dogs := strings.Repeat("🐶", 255)
+
+	for _, c := range []struct{ name, body, stored string }{
+		{"without a status", rex, `"name":"Rex","categoryId":7,"status":"available"`},
+		{"with a status", `{"status":"pending","categoryId":-1,"name":" <&> "}`,
+			`"name":" <&> ","categoryId":-1,"status":"pending"`},
+		{"the longest name", `{"name":"` + dogs + `","categoryId":9223372036854775807}`,
+			`"name":"` + dogs + `","categoryId":9223372036854775807,"status":"available"`},
+		{"escapes", `{"n\u0061me":"\ud83d\udc36\"\/","categoryId":-9223372036854775808}`,
+			`"name":"🐶\"/","categoryId":-9223372036854775808,"status":"available"`},
+		{"the largest body", largest, `"name":"Rex","categoryId":7,"status":"available"`},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			s := newService(t)
+			s.create(c.body).wantNew(t, 1).wantBody(t, `{"id":1,`+c.stored+"}\n")
+			s.get("/v1/pets/1").want(t, 200).wantBody(t, `{"id":1,`+c.stored+"}\n")
+		})
+	}
+
+	s := newService(t)
+	s.do("POST /v1/pets?limit=x&a;b&%zz", rex).wantNew(t, 1) // ignores the query
+}
+
+// TestCreatePetRefuses adds animals with bodies that must be refused: those of the table get 400
+// with the message of the case. Nothing must be stored.
+func TestCreatePetRefuses(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	long := strings.Repeat("é", 256)
+
+	for _, c := range []struct{ name, body, message string }{
+		{"not UTF-8", "{\"name\":\"\xff\",\"categoryId\":1}",
+			"the body must be UTF-8 without a byte order mark, and not compressed"},
+		{"a byte order mark", "\ufeff" + rex,
+			"the body must be UTF-8 without a byte order mark, and not compressed"},
+		{"a null", "null", "the body must be one JSON object: it is another value"},
+		{"an array", "[" + rex + "]", "the body must be one JSON object: it is another value"},
+		{"no members", "{}", "name is required; categoryId is required"},
+		{"name in capitals", `{"Name":"x","categoryId":1}`,
+			`unknown member "Name"; name is required`},
+		{"name is null", `{"name":null,"categoryId":1}`, nameRule},
+		{"name is white space", `{"name":" \u00a0\u2003\u3000\u0085","categoryId":1}`, nameRule},
+		{"name has NUL", `{"name":"a\u0000b","categoryId":1}`, nameRule},
+		{"name has U+FFFD", `{"name":"a\uFFFDb","categoryId":1}`, nameRule},
+		{"name has an unpaired surrogate", `{"name":"\ud83d","categoryId":1}`, nameRule},
+		{"name is too long", `{"name":"` + long + `","categoryId":1}`, nameRule},
+		{"categoryId is quoted", `{"name":"x","categoryId":"1"}`, categoryRule},
+		{"categoryId is 1.0", `{"name":"x","categoryId":1.0}`, categoryRule},
+		{"categoryId is too large", `{"name":"x","categoryId":9223372036854775808}`, categoryRule},
+		{"status is null", `{"name":"x","categoryId":1,"status":null}`, statusRule},
+		{"status is unknown", `{"name":"x","categoryId":1,"status":"lost"}`, statusRule},
+		{"status is empty", `{"name":"x","categoryId":1,"status":""}`, statusRule},
+		{"an id", `{"id":5,"name":"x","categoryId":1}`, `unknown member "id"`},
+		{"a repeated member", `{"name":"x","n\u0061me":"y","categoryId":1}`,
+			`"name" must not be repeated`},
+		{"a long member is cut", `{"` + long + `":1,"name":"x","categoryId":1}`,
+			`unknown member "` + strings.Repeat("é", 64) + `"`},
+		{"several faults", `{"status":1,"name":1,"x":{"name":2},"categoryId":null}`,
+			statusRule + "; " + nameRule + `; unknown member "x"; ` + categoryRule},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s.create(c.body).wantError(t, 400, c.message)
+		})
+	}
+
+	// For invalid JSON, the message ends with that of encoding/json.
+	for _, body := range []string{
+		"", " ", "{", `{"name":"x","categoryId":1 `, `{"name":"x","categoryId":1,}`, rex + rex,
+	} {
+		resp := s.create(body).want(t, 400)
+		if !strings.Contains(resp.body, `"the body must be one JSON object: `) {
+			t.Fatalf("%q = %s, want another message", body, resp.body)
+		}
+	}
+	s.create(largest+" ").
+		wantError(t, 413, "the request body is larger than 65536 bytes")
+	wantPetCount(t, s.file, 0)
+}
+
+// TestHeadersOfCreatePet adds an animal with headers that must be accepted, and with others that
+// must get this status and message.
+func TestHeadersOfCreatePet(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+
+	for _, header := range []string{
+		`Content-Type: Application/JSON; charset="utf-16"`,
+		"Content-Encoding: gzip",
+		"Idempotency-Key: !" + strings.Repeat("~", 254),
+	} {
+		t.Run(header, func(t *testing.T) { s.create(rex, header).want(t, 201) })
+	}
+
+	const mediaType = "Content-Type must be application/json, not "
+	for _, c := range []struct {
+		header  string
+		status  int
+		message string
+	}{
+		{"Content-Type: application/json-patch+json", 415,
+			mediaType + `"application/json-patch+json"`},
+		{"Content-Type: ", 415, mediaType + `""`},
+		{"Content-Type: application/json; x", 415, mediaType + `"application/json; x"`},
+		{"Content-Type: " + strings.Repeat("x", 99), 415,
+			mediaType + `"` + strings.Repeat("x", 64) + `"`},
+		{"Idempotency-Key: " + strings.Repeat("x", 256), 400, idempotencyKeyRule},
+		{"Idempotency-Key: ", 400, idempotencyKeyRule},
+		{"Idempotency-Key: é", 400, idempotencyKeyRule},
+		{"Idempotency-Key: a b", 400, idempotencyKeyRule},
+	} {
+		t.Run(c.header, func(t *testing.T) {
+			s.create(rex, c.header).wantError(t, c.status, c.message)
+		})
+	}
+
+	s.create(rex, "Idempotency-Key: a", "Idempotency-Key: a").wantError(t, 400, idempotencyKeyRule)
+	s.create(rex, "Content-Type: application/json", "Content-Type: application/json").
+		wantError(t, 415, mediaType+`"application/json, application/json"`)
+	wantPetCount(t, s.file, 3)
+}
+
+// TestGetPet fetches animals that exist and others that do not: each response must say that the
+// operation is deprecated.
+func TestGetPet(t *testing.T) {
+	t.Parallel()
+	s := newShop(t)
+	replies := []reply{
+		s.get("/v1/pets/2?limit=x&a;b").want(t, 200).
+			wantBody(t, `{"id":2,"name":"Tom","categoryId":-8,"status":"sold"}`+"\n"),
+		s.do("HEAD /v1/pets/1", "").want(t, 200),
+		s.get("/v1/pets/1", noAPIKey).wantError(t, 401, unauthorized),
+	}
+	for _, id := range []string{
+		"4", "26", "0", "-9223372036854775808", "9223372036854775808", "01", "+1", "1%2F",
+		"Rex",
+	} {
+		replies = append(replies, s.get("/v1/pets/"+id).wantError(t, 404, noAnimal))
+	}
+
+	for _, resp := range replies {
+		resp.wantHeader(t, "Sunset", "Thu, 05 Dec 2030 00:00:00 GMT")
+		resp.wantHeader(t, "Link", `<../pets>; rel="successor-version"`)
+	}
+}
+
+// TestOtherPathsAndMethods sends requests that no operation answers, and those that need no API
+// key.
+func TestOtherPathsAndMethods(t *testing.T) {
+	t.Parallel()
+	s := newShop(t)
+
+	for _, request := range []string{
+		"GET /", "GET /pets", "GET /v1/store/orders", "GET /v1/pets/", "GET //v1/pets",
+		"GET /v1/./pets", "GET /v1%2Fpets", "POST //v1/pets",
+	} {
+		s.do(request, rex).wantError(t, 404, nothingThere)
+		s.do(request, rex, noAPIKey).wantError(t, 401, unauthorized)
+	}
+	for request, allow := range map[string]string{
+		"DELETE /v1/pets":    "GET, HEAD, POST",
+		"OPTIONS /v1/pets":   "GET, HEAD, POST",
+		"DELETE /v1/pets/1":  "GET, HEAD",
+		"POST /v1/pets/x":    "GET, HEAD",
+		"POST /healthz":      "GET, HEAD",
+		"POST /openapi.json": "GET, HEAD",
+	} {
+		s.do(request, rex).wantError(t, 405, "this path allows only "+allow).
+			wantHeader(t, "Allow", allow)
+		s.do(request, rex, noAPIKey).wantError(t, 401, unauthorized)
+	}
+
+	// These need no API key.
+	s.get("/healthz", noAPIKey).want(t, 200).wantBody(t, "{\"status\":\"ok\"}\n").
+		wantHeader(t, "Connection", "close")
+	s.do("HEAD /healthz", "", noAPIKey).want(t, 200)
+	s.get("/openapi.json", noAPIKey).want(t, 200).wantBody(t, string(encode(openAPI)))
+	wantPetCount(t, s.file, 24)
+}
+
+// TestAPIKeys lists animals with different Authorization headers. A 401 must have a challenge,
+// which says that the token is invalid if there is one, and must close the connection.
+func TestAPIKeys(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	for _, authorization := range []string{
+		"Bearer " + testKey, "Bearer " + otherKey, "BEARER  " + testKey,
+	} {
+		s.get("/v1/pets", "Authorization: "+authorization).want(t, 200).
+			wantHeader(t, "Connection", "")
+	}
+
+	const invalid = `, error="invalid_token"`
+	for _, c := range []struct{ name, authorization, challenge string }{
+		{"no scheme", testKey, ""},
+		{"another scheme", "Basic " + testKey, ""},
+		{"no token", "Bearer", ""},
+		{"an empty token", "Bearer  ", ""},
+		{"a wrong key", "Bearer wrong", invalid},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s.get("/v1/pets", "Authorization: "+c.authorization).wantError(t, 401, unauthorized).
+				wantHeader(t, "WWW-Authenticate", `Bearer realm="animalstore"`+c.challenge).
+				wantHeader(t, "Connection", "close")
+		})
+	}
+	s.get("/v1/pets", "Authorization: Bearer "+testKey, "Authorization: Bearer "+testKey).
+		wantError(t, 401, unauthorized).
+		wantHeader(t, "WWW-Authenticate", `Bearer realm="animalstore"`)
+}
+
+// TestOrderOfErrors sends a request with all faults, and then corrects one fault after the other.
+// Each response must be for the first fault that is left.
+func TestOrderOfErrors(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	const (
+		wrongKey   = "Authorization: Bearer wrong"
+		textType   = "Content-Type: text/plain"
+		invalidKey = "Idempotency-Key: a b"
+		invalid    = "[" + rex
+	)
+	tooLarge := invalid + strings.Repeat(" ", 64<<10)
+
+	s.do("PATCH /v1/dogs", tooLarge, wrongKey, textType, invalidKey).want(t, 401)
+	s.do("PATCH /v1/dogs", tooLarge, textType, invalidKey).want(t, 404)
+	s.do("PATCH /v1/pets", tooLarge, textType, invalidKey).want(t, 405)
+	s.create(tooLarge, textType, invalidKey).want(t, 415)
+	s.create(tooLarge, invalidKey).wantError(t, 400, idempotencyKeyRule)
+	s.create(tooLarge).want(t, 413)
+	s.create(invalid).want(t, 400)
+}
+
+// TestPaging follows the links from page to page. It resolves each link as a client does behind a
+// proxy that strips /shop from paths. Each animal that was there at the start must be listed once,
+// although an animal is added and one is deleted after each page.
+func TestPaging(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	addPets(t, s.file, 30)
+
+	listed := map[int64]int{} // how often, by id
+	page, err := url.Parse("https://example.com/shop/v1/pets?limit=4&status=sold")
+	must(t, err)
+	for range 20 { // more pages than there are
+		resp := s.get(strings.TrimPrefix(page.RequestURI(), "/shop")).want(t, 200)
+		var last int64
+		for _, p := range decode[[]Pet](t, resp.body) {
+			listed[p.ID]++
+			last = p.ID
+		}
+		s.create(`{"name":"late","categoryId":1,"status":"sold"}`).want(t, 201)
+		// With OFFSET in place of the last id, this would shift the next page.
+		execSQL(t, s.file, "DELETE FROM pets WHERE id = ?", last)
+
+		link, found := strings.CutPrefix(resp.header.Get("Link"), "<")
+		if !found {
+			break
+		}
+		page, err = page.Parse(strings.TrimSuffix(link, `>; rel="next"`))
+		must(t, err)
+	}
+
+	for id := int64(1); id <= 30; id++ {
+		if listed[id] != 1 {
+			t.Fatalf("the pages list animal %d %d times, want once", id, listed[id])
+		}
+	}
+}
+
+// TestClientThatIsGone sends requests as a handler sees them after the client has disconnected:
+// their context is cancelled, or their body breaks off. Only the animal of a whole request must be
+// stored.
+func TestClientThatIsGone(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+
+	r := newRequest("POST /v1/pets", strings.NewReader(rex))
+	s.send(r.WithContext(gone)).want(t, 201)
+	for _, received := range []string{"", rex} {
+		body := io.MultiReader(strings.NewReader(received), iotest.ErrReader(io.ErrUnexpectedEOF))
+		s.send(newRequest("POST /v1/pets", body)).
+			wantError(t, 400, "the request body could not be read to its end")
+	}
+	wantPetCount(t, s.file, 1)
+}
+
+// A fuzz test.
+
+// FuzzCreatePet adds an animal with any body. It must be refused, or come back as it was sent.
+func FuzzCreatePet(f *testing.F) {
+	for _, body := range []string{
+		rex,
+		" {\r\n\t\"status\" : \"sold\" , \"categoryId\" : -1 , \"name\" : \" a b \" } \r\n\t",
+		`{"n\u0061me":"\"\\\/\b\f\n\r\t","categoryId":1}`,
+		`{"name":"}]:,{[\"\\<&>\u2028","categoryId":-9223372036854775808,"status":"pending"}`,
+		`{"name":"\uD7A3\uE000\uDBFF\uDFFF\uD800\uDC00","categoryId":9223372036854775807}`,
+		`{"name":"` + strings.Repeat("🐶", 255) + `","categoryId":0,"status":"available"}`,
+		`{"name":"x","categoryId":1e2}`, `{"name":"x","categoryId":-0}`,
+	} {
+		f.Add(body)
+	}
+	s := newService(f)
+
+	f.Fuzz(func(t *testing.T, body string) {
+		resp := s.create(body)
+		if resp.status == 400 || resp.status == 413 && len(body) > maxBody {
+			resp.want(t, resp.status)
+			return
+		}
+		sent := decode[map[string]any](t, body)
+		if sent["status"] == nil {
+			sent["status"] = "available"
+		}
+		got := decode[map[string]any](t, resp.want(t, 201).body)
+		s.get(fmt.Sprint("/v1/pets/", got["id"])).want(t, 200).wantBody(t, resp.body)
+		delete(got, "id")
+		if !maps.Equal(got, sent) {
+			t.Fatalf("%q = %v, want the animal that was sent", body, got)
+		}
+	})
+}

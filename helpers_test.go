@@ -1,0 +1,420 @@
+package main
+
+import (
+	"database/sql"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+// Most tests send requests to a service that runs in the process of the test, on a database file of
+// its own. SQL that a test runs on this file stands for another program:
+//
+//	s := newService(t)
+//	execSQL(t, s.file, "INSERT INTO pets (name, category_id) VALUES ('Rex', 7)")
+//	s.get("/v1/pets?limit=1").want(t, 200).wantHeader(t, "Link", "")
+//	s.get("/v1/pets/2").wantError(t, 404, noAnimal)
+//
+// A request has a valid API key, unless one of its headers says otherwise. These methods and
+// functions check what comes of it:
+//   - want: a response has this status, and follows the rules for all. If it is that of an
+//     operation, openapi.json describes it.
+//   - wantError: it is also an Error with this message.
+//   - wantNew and wantRepeat: a create has added this animal, or has returned the first response.
+//   - wantSQL and wantPetCount: the database has this value, or so many animals and no damage.
+//   - wantNotInItsPlace: the service has noticed that a file was moved.
+//
+// Tests of connections run under the fake clock of testing/synctest: see inMemory. Tests of signals
+// and kills start the program as a process: see start. Most helpers stand at the end of this file.
+
+// rex is a body that adds an animal.
+const rex = `{"name":"Rex","categoryId":7}`
+
+// Helpers: requests and replies.
+
+const testKey, otherKey = "test-key", "other-key"
+
+// noAPIKey, in the place of a header, means that the request has no Authorization header.
+const noAPIKey = "no Authorization"
+
+// idempotencyKey returns the Idempotency-Key header with this value.
+func idempotencyKey(value string) string { return "Idempotency-Key: " + value }
+
+// newRequest returns a request, given as "METHOD /target", with these headers, given as "Name:
+// value". It has testKey, unless one of them is Authorization or noAPIKey. It can be sent by a
+// client, and passed to a handler: httptest.NewRequest sets the address of the client.
+func newRequest(request string, body io.Reader, headers ...string) *http.Request {
+	method, target, _ := strings.Cut(request, " ")
+	r := httptest.NewRequest(method, target, body)
+	r.RequestURI = "" // set by httptest, but a client refuses it
+	for _, header := range headers {
+		if name, value, ok := strings.Cut(header, ": "); ok {
+			r.Header.Add(name, value)
+		}
+	}
+	if r.Header["Authorization"] == nil && !slices.Contains(headers, noAPIKey) {
+		r.Header.Set("Authorization", "Bearer "+testKey)
+	}
+	return r
+}
+
+// client sends requests to a service.
+type client struct {
+	transport http.RoundTripper
+	host      string // HOST:PORT of a service that is another process
+}
+
+// get sends a GET with these headers: see newRequest.
+func (c client) get(target string, headers ...string) reply {
+	return c.do("GET "+target, "", headers...)
+}
+
+// create adds an animal.
+func (c client) create(body string, headers ...string) reply {
+	return c.do("POST /v1/pets", body, headers...)
+}
+
+// do sends a request, given as method and target.
+func (c client) do(request, body string, headers ...string) reply {
+	return c.send(newRequest(request, strings.NewReader(body), headers...))
+}
+
+// send sends r.
+func (c client) send(r *http.Request) reply {
+	r.URL.Scheme, r.URL.Host = "http", c.host
+	resp, err := c.transport.RoundTrip(r)
+	return newReply(r.Method+" "+r.URL.RequestURI(), resp, err)
+}
+
+// inProcess is an http.RoundTripper that lets a handler in this process answer. It panics if there
+// is no response within 20 seconds, so that the name of the test is known.
+type inProcess struct {
+	http.Handler
+	test string // its name
+}
+
+func (h inProcess) RoundTrip(r *http.Request) (*http.Response, error) {
+	defer time.AfterFunc(20*time.Second, func() { panic(h.test + ": no response") }).Stop()
+	recorder := httptest.NewRecorder()
+	h.ServeHTTP(recorder, r)
+	return recorder.Result(), nil
+}
+
+// reply is a response that was read to its end, or the error that came instead.
+type reply struct {
+	request string // its method and target
+	status  int
+	header  http.Header
+	body    string
+	err     error
+}
+
+// newReply reads the response to a request.
+func newReply(request string, resp *http.Response, err error) reply {
+	if err != nil {
+		return reply{request: request, err: err}
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	return reply{request, resp.StatusCode, resp.Header, string(body), err}
+}
+
+// want checks the status of a response, and the rules for all responses:
+//   - The headers are those that all responses have, and an X-Request-Id.
+//   - A 401, and no other response, has WWW-Authenticate. So it is with 405 and Allow, and with 503
+//     and Retry-After.
+//   - The body is JSON, of the length that Content-Length says. That of an error is an Error.
+//   - openapi.json has its status, its headers and the members of its body: see wantDocumented.
+func (r reply) want(t testing.TB, status int) reply {
+	t.Helper()
+	if r.err != nil || r.status != status {
+		t.Fatalf("%.500s = %d %.2000s (error: %v), want %d",
+			r.request, r.status, r.body, r.err, status)
+	}
+	r.wantHeader(t, "Cache-Control", "no-store")
+	r.wantHeader(t, "Content-Type", "application/json")
+	r.wantHeader(t, "X-Content-Type-Options", "nosniff")
+	if id := r.header.Get("X-Request-Id"); !regexp.MustCompile("^[A-Z2-7]{26}$").MatchString(id) {
+		t.Fatalf("%.500s has the X-Request-Id %q", r.request, id)
+	}
+	statuses := map[string]int{"WWW-Authenticate": 401, "Allow": 405, "Retry-After": 503}
+	for name, wanted := range statuses {
+		if has := r.header.Get(name) != ""; has != (status == wanted) {
+			t.Fatalf("%.500s = %d has %s: %v", r.request, status, name, has)
+		}
+	}
+	if !strings.HasPrefix(r.request, "HEAD ") {
+		r.wantHeader(t, "Content-Length", strconv.Itoa(len(r.body)))
+		if !json.Valid([]byte(r.body)) {
+			t.Fatalf("%.500s = %.2000s, want JSON", r.request, r.body)
+		}
+		if status >= 400 {
+			r.wantErrorShape(t)
+		}
+	}
+	r.wantDocumented(t)
+	return r
+}
+
+// wantErrorShape checks that the body is an Error, and that the message of a 5xx tells no cause.
+func (r reply) wantErrorShape(t testing.TB) {
+	t.Helper()
+	e := decode[apiError](t, r.body)
+	if e.Code == "invalid_http" {
+		return // TestInvalidHTTP checks the whole body
+	}
+	if statusByCode[e.Code] != r.status || e.Message == "" || e.Status != r.status {
+		t.Fatalf("%.500s = %d %s, want an Error", r.request, r.status, r.body)
+	}
+	if r.status >= 500 && e.Message != "internal error" && e.Message != unavailable {
+		t.Fatalf("%.500s tells the cause: %s", r.request, e.Message)
+	}
+}
+
+// wantError checks that a response is an Error with this status and message.
+func (r reply) wantError(t testing.TB, status int, message string) reply {
+	t.Helper()
+	r.want(t, status)
+	if got := decode[apiError](t, r.body).Message; got != message {
+		t.Fatalf("%.500s has the message %q, want %q", r.request, got, message)
+	}
+	return r
+}
+
+// wantNew checks that a create got 201, and has added the animal with this id.
+func (r reply) wantNew(t testing.TB, id int) reply {
+	t.Helper()
+	return r.want(t, 201).wantHeader(t, "Idempotency-Replayed", "").
+		wantHeader(t, "Location", fmt.Sprint("pets/", id))
+}
+
+// wantRepeat checks that a create got 201 and the first response, and has added nothing.
+func (r reply) wantRepeat(t testing.TB, first reply) {
+	t.Helper()
+	r.want(t, 201).wantHeader(t, "Idempotency-Replayed", "true").
+		wantHeader(t, "Location", first.header.Get("Location")).wantBody(t, first.body)
+}
+
+// wantBody checks the whole body of a response.
+func (r reply) wantBody(t testing.TB, want string) reply {
+	t.Helper()
+	if r.body != want {
+		t.Fatalf("%.500s = %s, want %s", r.request, r.body, want)
+	}
+	return r
+}
+
+// wantHeader checks a header of a response: its only value, or "" if it must not be there.
+func (r reply) wantHeader(t testing.TB, name, want string) reply {
+	t.Helper()
+	if got := strings.Join(r.header.Values(name), "; "); got != want {
+		t.Fatalf("%.500s has %s: %q, want %q", r.request, name, got, want)
+	}
+	return r
+}
+
+// decode decodes the first value of a body. It fails if that has a member that v has not.
+func decode[T any](t testing.TB, body string) (v T) {
+	t.Helper()
+	d := json.NewDecoder(strings.NewReader(body))
+	d.UseNumber()
+	d.DisallowUnknownFields()
+	if err := d.Decode(&v); err != nil {
+		t.Fatalf("%.2000s: %v", body, err)
+	}
+	return v
+}
+
+// Helpers: a service in this process.
+
+// service is the whole service in this process, on a database file.
+type service struct {
+	client
+	*server
+	file   string
+	log    *logBuffer
+	writer *sql.DB      // of the store
+	close  func() error // closes the store, once
+}
+
+// newService opens a service on a new database.
+func newService(t testing.TB) *service {
+	t.Helper()
+	return openService(t, newFile(t))
+}
+
+// newFile returns the name of a file for a database, in a new folder.
+func newFile(t testing.TB) string { return filepath.Join(t.TempDir(), "animals.db") }
+
+// newClosedDatabase returns the name of a database with one animal, which no service has open.
+func newClosedDatabase(t *testing.T) (file string) {
+	t.Helper()
+	s := newService(t)
+	s.create(rex).want(t, 201)
+	must(t, s.close())
+	return s.file
+}
+
+// openService opens a service on the database in a file. It is closed at the end of the test.
+func openService(t testing.TB, file string) *service {
+	t.Helper()
+	keys, err := parseAPIKeys(testKey + "," + otherKey)
+	must(t, err)
+	log := &logBuffer{}
+	st, err := openStore(file, log.logger())
+	must(t, err)
+
+	s := &service{file: file, log: log, writer: st.writer, close: sync.OnceValue(st.close)}
+	t.Cleanup(func() { must(t, s.close()) })
+	s.server = newServer(routes(st, keys), log.logger())
+	s.client.transport = inProcess{s.server, t.Name()}
+	return s
+}
+
+// logBuffer is an io.Writer that keeps what is written. Several goroutines can use it.
+type logBuffer struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (l *logBuffer) Write(line []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(line)
+}
+
+// String returns all that was written.
+func (l *logBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
+
+// logger returns a logger that writes to l.
+func (l *logBuffer) logger() *slog.Logger { return slog.New(slog.NewTextHandler(l, nil)) }
+
+// wantText checks that each of these texts was written.
+func (l *logBuffer) wantText(t testing.TB, texts ...string) {
+	t.Helper()
+	for _, text := range texts {
+		if !strings.Contains(l.String(), text) {
+			t.Fatalf("there is no %q in %s", text, l)
+		}
+	}
+}
+
+// wantNoText checks that none of these texts was written.
+func (l *logBuffer) wantNoText(t testing.TB, texts ...string) {
+	t.Helper()
+	for _, text := range texts {
+		if strings.Contains(l.String(), text) {
+			t.Fatalf("there is %q in %s", text, l)
+		}
+	}
+}
+
+// Helpers: the database, as other programs use it.
+
+// connect opens a database.
+func connect(t testing.TB, file string) *sql.DB {
+	t.Helper()
+	db, err := sql.Open("sqlite", "file:"+url.PathEscape(file)+"?_pragma=busy_timeout(10000)")
+	must(t, err)
+	db.SetMaxOpenConns(1)
+	t.Cleanup(func() { db.Close() })
+	return db
+}
+
+// execSQL runs SQL statements.
+func execSQL(t testing.TB, file, statements string, args ...any) {
+	t.Helper()
+	db := connect(t, file)
+	defer db.Close()
+	if _, err := db.Exec(statements, args...); err != nil {
+		t.Fatalf("%s: %v", statements, err)
+	}
+}
+
+// wantSQL checks the value that a query returns, as text.
+func wantSQL(t testing.TB, file, query, want string) {
+	t.Helper()
+	db := connect(t, file)
+	defer db.Close()
+	var got string
+	if err := db.QueryRow(query).Scan(&got); err != nil || got != want {
+		t.Fatalf("%s = %s, %v, want %s", query, got, err, want)
+	}
+}
+
+// wantPetCount checks how many animals a database has, and that it is not damaged.
+func wantPetCount(t testing.TB, file string, count int) {
+	t.Helper()
+	wantSQL(t, file, "SELECT count(*) FROM pets", strconv.Itoa(count))
+	wantSQL(t, file, "PRAGMA integrity_check", "ok")
+}
+
+// addPets adds animals that are sold.
+func addPets(t testing.TB, file string, count int) {
+	t.Helper()
+	execSQL(t, file, `INSERT INTO pets (name, category_id, status)
+		WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)
+		SELECT 'Rex', 7, 'sold' FROM n LIMIT ?`, count)
+}
+
+// Helpers: files and errors.
+
+// must fails the test unless err is nil.
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func writeFile(t testing.TB, file, content string) {
+	t.Helper()
+	must(t, os.WriteFile(file, []byte(content), 0o600))
+}
+
+func readFile(t testing.TB, file string) (content string) {
+	t.Helper()
+	b, err := os.ReadFile(file)
+	must(t, err)
+	return string(b)
+}
+
+// readFiles returns the contents of the files in a folder, by name. Those of a folder, or of a link
+// that leads nowhere, are "".
+func readFiles(t testing.TB, dir string) map[string]string {
+	t.Helper()
+	entries, err := os.ReadDir(dir)
+	must(t, err)
+	contents := map[string]string{}
+	for _, entry := range entries {
+		content, _ := os.ReadFile(filepath.Join(dir, entry.Name()))
+		contents[entry.Name()] = string(content)
+	}
+	return contents
+}
+
+// wantOnly checks that a folder has only files with these names.
+func wantOnly(t testing.TB, dir string, names ...string) {
+	t.Helper()
+	if got := slices.Sorted(maps.Keys(readFiles(t, dir))); !slices.Equal(got, names) {
+		t.Fatalf("the folder has %q, want %q", got, names)
+	}
+}

@@ -1,0 +1,647 @@
+package main
+
+import (
+	"context"
+	"crypto/sha256"
+	"database/sql/driver"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"modernc.org/sqlite"
+	sqlite3 "modernc.org/sqlite/lib"
+)
+
+// TestIdempotencyKey adds animals with Idempotency-Keys. A repeat must get the first response, even
+// after an edit or a deletion, and a key that was used for another animal must get 422.
+func TestIdempotencyKey(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+
+	s.create(`{"name":1}`, idempotencyKey("k")).want(t, 400) // does not use up the key
+	first := s.create(rex, idempotencyKey("k")).wantNew(t, 1)
+	s.create(rex).wantNew(t, 2)
+	s.create(rex, idempotencyKey("K")).wantNew(t, 3)
+	s.create(rex, idempotencyKey("k"), "Authorization: Bearer "+otherKey).wantNew(t, 4)
+
+	s.create(rex, idempotencyKey("k")).wantRepeat(t, first)
+	s.create(`{"status":"available","categoryId":7,"n\u0061me":"Rex"}`, idempotencyKey("k")).
+		wantRepeat(t, first)
+	execSQL(t, s.file, "UPDATE pets SET name = 'x', category_id = 1, status = 'sold'")
+	s.create(rex, idempotencyKey("k")).wantRepeat(t, first)
+	execSQL(t, s.file, "DELETE FROM pets WHERE id = 1")
+	s.create(rex, idempotencyKey("k")).wantRepeat(t, first)
+
+	for _, body := range []string{
+		`{"name":"rex","categoryId":7}`,
+		`{"name":"Rex","categoryId":8}`,
+		`{"name":"Rex","categoryId":7,"status":"sold"}`,
+	} {
+		s.create(body, idempotencyKey("k")).
+			wantError(t, 422, "this Idempotency-Key was used for another animal")
+	}
+	s.create(`{"name":1}`, idempotencyKey("k")).want(t, 400)
+	wantPetCount(t, s.file, 3)
+
+	// If the status was added to pets later, the response lacks it. That is no difference.
+	execSQL(t, s.file, "UPDATE idempotency_keys SET response = json_remove(response, '$.status')")
+	s.create(rex, idempotencyKey("k")).wantRepeat(t, first)
+	execSQL(t, s.file, "UPDATE idempotency_keys SET response = 'no JSON'")
+	s.create(rex, idempotencyKey("k")).want(t, 500)
+}
+
+// TestExpiredIdempotencyKeys lets Idempotency-Keys grow old, under a fake clock: after 24 hours,
+// they must add an animal again. Each new animal with a key must delete up to two keys that have
+// expired, and no others.
+func TestExpiredIdempotencyKeys(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newService(t)
+		const keys = "SELECT group_concat(key ORDER BY key) FROM idempotency_keys"
+		for _, k := range []string{"a", "b", "c", "d"} {
+			s.create(rex, idempotencyKey(k)).want(t, 201)
+			time.Sleep(time.Second) // a is the oldest
+		}
+
+		time.Sleep(24*time.Hour - time.Minute)
+		s.create(rex, idempotencyKey("late")).wantNew(t, 5)
+		wantSQL(t, s.file, keys, "a,b,c,d,late")
+		s.create(rex, idempotencyKey("d")).want(t, 201).wantHeader(t, "Idempotency-Replayed", "true")
+
+		time.Sleep(2 * time.Minute) // now all but late have expired
+		again := s.create(rex, idempotencyKey("d")).wantNew(t, 6)
+		wantSQL(t, s.file, keys, "c,d,late") // d has replaced the old d; a and b were deleted
+		s.create(rex, idempotencyKey("d")).wantRepeat(t, again)
+		s.create(rex, idempotencyKey("e")).wantNew(t, 7)
+		wantSQL(t, s.file, keys, "d,e,late")
+	})
+}
+
+// TestBatches adds animals to a locked database, so that many of them share a transaction. An
+// animal that is refused must not keep the others from being stored.
+func TestBatches(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	const zoe = `{"name":"Zoe","categoryId":13}`
+	execSQL(t, s.file, `INSERT INTO pets (name, category_id) VALUES ('Zoe', 13);
+		CREATE UNIQUE INDEX one_of_13 ON pets (category_id) WHERE category_id = 13`)
+	before := len(readFile(t, s.file+"-wal"))
+	lockFor(t, s.file, 300*time.Millisecond)
+
+	// Each of 20 clients sends four requests at once, two of them with the same Idempotency-Key.
+	var replies [20]struct{ first, same, refused, withoutKey reply }
+	var requests sync.WaitGroup
+	for i := range replies {
+		r, k := &replies[i], fmt.Sprint(i)
+		requests.Go(func() { r.first = s.create(rex, idempotencyKey(k)) })
+		requests.Go(func() { r.same = s.create(rex, idempotencyKey(k)) })
+		requests.Go(func() { r.refused = s.create(zoe, idempotencyKey(k+"-zoe")) })
+		requests.Go(func() { r.withoutKey = s.create(rex) })
+	}
+	requests.Wait()
+
+	for _, r := range replies {
+		if r.first.header.Get("Idempotency-Replayed") != "" {
+			r.first, r.same = r.same, r.first // same arrived first
+		}
+		r.first.want(t, 201)
+		r.same.wantRepeat(t, r.first)
+		r.refused.wantError(t, 400, "a rule in the database of the shop refuses this animal")
+		r.withoutKey.want(t, 201)
+	}
+	s.log.wantText(t, "UNIQUE constraint failed")
+	// A transaction writes at least three pages of 4096 bytes to the WAL. So 40 transactions, one for
+	// each animal, would write 120 pages. But most animals wait for the lock, share the second or
+	// third transaction, and write some 20 pages.
+	if pages := (len(readFile(t, s.file+"-wal")) - before) / 4096; pages > 60 {
+		t.Fatalf("the WAL has grown by %d pages, want at most 60", pages)
+	}
+	wantPetCount(t, s.file, 41) // the first Zoe, and two of each client
+	// Only the keys of animals that were stored are kept.
+	wantSQL(t, s.file, "SELECT count(*) FROM idempotency_keys", "20")
+	wantSQL(t, s.file,
+		"SELECT count(*) FROM pets JOIN idempotency_keys ON id = response ->> 'id'", "20")
+}
+
+// TestLockedDatabase adds an animal while another program holds a lock: it gets 503, and reads do
+// not wait for it. If the lock ends in time, an animal with an Idempotency-Key is added.
+func TestLockedDatabase(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	unlock := lock(t, s.file)
+
+	var created atomic.Bool
+	var creates sync.WaitGroup
+	creates.Go(func() {
+		s.create(rex).wantError(t, 503, unavailable).wantHeader(t, "Retry-After", "1")
+		created.Store(true)
+	})
+	time.Sleep(200 * time.Millisecond) // now the create waits, for 2 seconds
+	s.get("/v1/pets/1").want(t, 404)
+	s.get("/v1/pets").want(t, 200).wantBody(t, "[]\n")
+	s.get("/healthz").want(t, 200)
+	if created.Load() {
+		t.Fatal("the reads have waited for the create")
+	}
+	creates.Wait()
+	s.log.wantText(t, "level=ERROR", "database is locked")
+
+	unlock()
+	lockFor(t, s.file, 300*time.Millisecond)
+	s.create(rex, idempotencyKey("k")).wantNew(t, 1)
+	wantPetCount(t, s.file, 1)
+}
+
+// lock takes the write lock of a database, until unlock is called.
+func lock(t testing.TB, file string) (unlock func()) {
+	t.Helper()
+	db := connect(t, file)
+	_, err := db.Exec("BEGIN IMMEDIATE")
+	must(t, err)
+	return func() { db.Close() } // ends the transaction
+}
+
+// lockFor takes the write lock of a database, and returns. The lock ends after d.
+func lockFor(t testing.TB, file string, d time.Duration) {
+	t.Helper()
+	unlock := lock(t, file)
+	time.AfterFunc(d, unlock)
+}
+
+// TestFullDatabase adds animals until the database is full: the next one gets 503, and lists go on.
+func TestFullDatabase(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.pragma(t, "max_page_count = 20")
+	large := `{"categoryId":1,"name":"` + strings.Repeat("x", 250) + `"}`
+
+	created := 0
+	for created < 1000 && s.create(large).status == 201 {
+		created++
+	}
+	s.create(large).wantError(t, 503, unavailable)
+	s.log.wantText(t, "level=ERROR", "database or disk is full")
+	s.get("/v1/pets").want(t, 200)
+	s.get("/healthz").want(t, 200)
+	wantPetCount(t, s.file, created)
+
+	execSQL(t, s.file, "DELETE FROM pets")
+	s.create(rex).want(t, 201)
+}
+
+// TestFailedTransactions lets three transactions fail. Each animal must get 500, and not be stored.
+// The next one must be.
+//  1. COMMIT fails: a trigger adds a row that breaks a deferred constraint.
+//  2. The Idempotency-Key cannot be stored: a trigger calls fail() (see registerSQL).
+//  3. It cannot be looked up: a view that calls fail() is in place of the table. The view has the
+//     columns and triggers that the prepared statements need.
+func TestFailedTransactions(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.pragma(t, "foreign_keys = ON")
+	execSQL(t, s.file, `CREATE TABLE t (id REFERENCES pets DEFERRABLE INITIALLY DEFERRED);
+		CREATE TRIGGER rule AFTER INSERT ON pets BEGIN INSERT INTO t VALUES (-1); END`)
+	s.create(rex).want(t, 500)
+
+	execSQL(t, s.file, `DROP TRIGGER rule;
+		CREATE TRIGGER rule BEFORE INSERT ON idempotency_keys BEGIN SELECT fail(); END`)
+	s.create(rex, idempotencyKey("k")).want(t, 500)
+	s.create(rex).wantNew(t, 1)
+
+	execSQL(t, s.file, `DROP TABLE idempotency_keys;
+		CREATE VIEW idempotency_keys AS SELECT x'' AS caller, 'k' AS key, fail() AS created,
+			1 AS rowid, '' AS response;
+		CREATE TRIGGER i INSTEAD OF INSERT ON idempotency_keys BEGIN SELECT 1; END;
+		CREATE TRIGGER d INSTEAD OF DELETE ON idempotency_keys BEGIN SELECT 1; END`)
+	s.create(rex, idempotencyKey("k")).want(t, 500)
+	s.create(rex).wantNew(t, 2)
+}
+
+// TestFailedReads lists and fetches two animals, of which the second cannot be read. A response
+// that would have it must be a 500. Each list must give its connection back, or there would be none
+// left for the last ones.
+func TestFailedReads(t *testing.T) {
+	t.Parallel()
+	for expression, cause := range map[string]string{ // of the second name
+		"fail()": "a mistake", // see registerSQL
+		"NULL":   "converting NULL to string is unsupported",
+	} {
+		s := newService(t)
+		addPets(t, s.file, 2)
+		replaceSecondName(t, s.file, expression)
+
+		for range 100 { // more than there are connections, on most machines
+			s.get("/v1/pets").wantError(t, 500, "internal error")
+		}
+		s.get("/v1/pets?status=sold").want(t, 500)
+		s.get("/v1/pets/2").want(t, 500)
+		s.log.wantText(t, "level=ERROR", cause)
+		s.get("/v1/pets/1").want(t, 200)
+	}
+}
+
+// replaceSecondName puts a view in the place of the table of animals. In the view, the name of
+// animal 2 is what an SQL expression returns.
+func replaceSecondName(t *testing.T, file, expression string) {
+	t.Helper()
+	execSQL(t, file, `ALTER TABLE pets RENAME TO old;
+		CREATE VIEW pets AS SELECT id, category_id, status,
+			CASE id WHEN 2 THEN `+expression+` ELSE name END AS name FROM old`)
+}
+
+// TestPanicInSQLite lets requests panic in SQLite: the program must end with status 1, because the
+// connection may stay in use for ever.
+func TestPanicInSQLite(t *testing.T) {
+	t.Parallel()
+	for _, request := range []string{"GET /v1/pets", "GET /v1/pets/2", "POST /v1/pets"} {
+		file := newFile(t)
+		p := start(t, file, withAPIKey)
+		addPets(t, file, 2)
+		// The first animal can be read, so a list panics in rows.Next.
+		execSQL(t, file, `ALTER TABLE pets RENAME TO old;
+			CREATE VIEW pets AS SELECT * FROM old WHERE id = 1 OR panic_now();
+			CREATE TRIGGER broken INSTEAD OF INSERT ON pets BEGIN SELECT panic_now(); END`)
+
+		if resp := p.do(request, rex); resp.err == nil {
+			t.Fatalf("%s = %d, want no response", request, resp.status)
+		}
+		if status := p.wait(); status != 1 {
+			t.Fatalf("after %s, the exit status is %d, want 1", request, status)
+		}
+		p.log.wantText(t, `level=ERROR msg="panic in the store" panic="a mistake" stack=`, "store.go:")
+	}
+}
+
+// pragma runs a PRAGMA on the connection that stores animals.
+func (s *service) pragma(t testing.TB, pragma string) {
+	t.Helper()
+	_, err := s.writer.Exec("PRAGMA " + pragma)
+	must(t, err)
+}
+
+// registerSQL adds three SQL functions to SQLite: sleep_1s sleeps for a second and is true, fail
+// returns an error, and panic_now panics.
+func registerSQL() {
+	for name, f := range map[string]func() error{
+		"sleep_1s":  func() error { time.Sleep(time.Second); return nil },
+		"fail":      func() error { return errors.New("a mistake") },
+		"panic_now": func() error { panic("a mistake") },
+	} {
+		sqlite.MustRegisterScalarFunction(name, 0,
+			func(*sqlite.FunctionContext, []driver.Value) (driver.Value, error) { return int64(1), f() })
+	}
+}
+
+// The database file.
+
+// TestNamesOfDatabases opens databases whose names have characters with a meaning in URLs or
+// SQLite: the file must have just this name.
+func TestNamesOfDatabases(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{"file:x", "a?mode=memory", "a#b", "100%", "%41", "a b&c", `ä"'`} {
+		dir := t.TempDir()
+		s := openService(t, filepath.Join(dir, name))
+		s.log.wantText(t, `level=WARN msg="the database is new and empty"`)
+		s.create(rex).want(t, 201)
+		must(t, s.close())
+
+		wantOnly(t, dir, name)
+		openService(t, s.file).log.wantNoText(t, "new and empty")
+	}
+}
+
+// TestSchema edits pets by SQL, as other programs do: the schema must refuse these edits.
+func TestSchema(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	db := connect(t, s.file)
+	longest := strings.Repeat("é", maxName)
+
+	const insert = "INSERT INTO pets (name, category_id, status) VALUES (?, 1, ?)"
+	for _, status := range petStatuses {
+		execSQL(t, s.file, insert, longest, status)
+	}
+	for _, edit := range []string{
+		"INSERT INTO pets (name, category_id) VALUES ('" + longest + "é', 1)",
+		"INSERT INTO pets (id, name, category_id) VALUES (0, 'x', 1)",
+		"UPDATE pets SET name = ''",
+		"UPDATE pets SET name = x'00'",
+		"UPDATE pets SET category_id = 1.5",
+		"UPDATE pets SET category_id = NULL",
+		"UPDATE pets SET status = 'lost'",
+	} {
+		if _, err := db.Exec(edit); sqliteCode(err) != sqlite3.SQLITE_CONSTRAINT {
+			t.Fatalf("%.60s: %v, want a constraint", edit, err)
+		}
+	}
+
+	execSQL(t, s.file, "DELETE FROM pets")
+	s.create(rex).wantNew(t, 4) // no id is used again
+}
+
+// TestQueryPlans explains the statements that search: with millions of rows, each must use an
+// index.
+func TestQueryPlans(t *testing.T) {
+	t.Parallel()
+	db := connect(t, newService(t).file)
+	for query, index := range map[string]string{
+		selectPetsSQL:     "SEARCH pets USING INTEGER PRIMARY KEY (rowid>?)",
+		selectPetSQL:      "SEARCH pets USING INTEGER PRIMARY KEY (rowid=?)",
+		selectResponseSQL: "idempotency_keys_1 (caller=? AND key=?)", // the index of the primary key
+		selectByStatusSQL: "SEARCH pets USING INDEX pets_by_status (status=? AND rowid>?)",
+		deleteExpiredSQL:  "SEARCH idempotency_keys USING COVERING INDEX idempotency_keys_by_age",
+	} {
+		var plan []string
+		// Each placeholder is NULL.
+		rows, err := db.Query("EXPLAIN QUERY PLAN "+query, make([]any, strings.Count(query, "?"))...)
+		must(t, err)
+		for rows.Next() {
+			var ignored, detail string
+			must(t, rows.Scan(&ignored, &ignored, &ignored, &detail))
+			plan = append(plan, detail)
+		}
+		got := strings.Join(plan, "; ")
+		if !strings.Contains(got, index) || strings.Contains(got, "SCAN") {
+			t.Fatalf("%s: %s, want %s", query, got, index)
+		}
+	}
+}
+
+// TestPragmas reads the pragmas of a connection. A synchronous of 2 is FULL. Without checkpoints,
+// the WAL would grow for ever.
+func TestPragmas(t *testing.T) {
+	t.Parallel()
+	db := newPool(newService(t).file, "rw", 1)
+	defer db.Close()
+	var got string
+	must(t, db.QueryRow(`SELECT concat_ws(' ', journal_mode, synchronous, timeout, fullfsync,
+		checkpoint_fullfsync) FROM pragma_journal_mode, pragma_synchronous, pragma_busy_timeout,
+		pragma_fullfsync, pragma_checkpoint_fullfsync`).Scan(&got))
+	if want := "wal 2 2000 1 1"; got != want {
+		t.Fatalf("the pragmas are %s, want %s", got, want)
+	}
+	if must(t, db.QueryRow("PRAGMA wal_autocheckpoint").Scan(&got)); got != "1000" {
+		t.Fatalf("wal_autocheckpoint is %s, want 1000", got)
+	}
+}
+
+// TestMigration migrates a database with two more steps, of which the second fails: nothing must
+// change. Then it migrates with the first step alone.
+func TestMigration(t *testing.T) {
+	t.Parallel()
+	file := newClosedDatabase(t)
+	db := newPool(file, "rwc", 1)
+	defer db.Close()
+	const versionAndCategory = `SELECT user_version || ' ' || category_id
+		FROM pragma_user_version, pets`
+	version := len(migrations)
+	steps := append(slices.Clone(migrations),
+		"UPDATE pets SET category_id = category_id + 1", "DROP TABLE dogs")
+
+	_, err := migrate(db, steps)
+	if err == nil || !strings.Contains(err.Error(), "no such table: dogs") {
+		t.Fatalf("migrate = %v, want no such table", err)
+	}
+	wantSQL(t, file, versionAndCategory, fmt.Sprint(version, " 7"))
+
+	for range 2 { // the second time, there is nothing to do
+		_, err := migrate(db, steps[:version+1])
+		must(t, err)
+		wantSQL(t, file, versionAndCategory, fmt.Sprint(version+1, " 8"))
+	}
+}
+
+// TestVersion1 opens a database of version 1, in which an Idempotency-Key was used: a repeat must
+// get the first response.
+func TestVersion1(t *testing.T) {
+	t.Parallel()
+	file := newFile(t)
+	db := newPool(file, "rwc", 1)
+	_, err := migrate(db, migrations[:1])
+	must(t, err)
+	must(t, db.Close())
+	caller := sha256.Sum256([]byte(testKey))
+	execSQL(t, file, "INSERT INTO pets VALUES (1, ?, 7, 'sold')", `"<é>"`)
+	execSQL(t, file, "INSERT INTO idempotency_keys SELECT ?, 'k', 9999999999, * FROM pets", caller[:])
+
+	s := openService(t, file)
+	wantSQL(t, file, "SELECT created || ' ' || response FROM idempotency_keys",
+		`9999999999 {"id":1,"name":"\"<é>\"","categoryId":7,"status":"sold"}`)
+	first := s.get("/v1/pets/1").want(t, 200)
+	first.header.Set("Location", "pets/1") // as the response of the create had
+	s.create(`{"name":"\"<é>\"","categoryId":7,"status":"sold"}`, idempotencyKey("k")).
+		wantRepeat(t, first)
+	s.create(rex).wantNew(t, 2)
+}
+
+// TestMissingTable drops the table of a running service: it must not be healthy, and the next start
+// must say why in one line.
+func TestMissingTable(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	execSQL(t, s.file, "DROP TABLE pets")
+	s.get("/healthz").wantError(t, 503, unavailable)
+	s.log.wantText(t, `error="`+unavailable+`: SQL logic error: no such table: pets (1)"`)
+
+	must(t, s.close())
+	_, err := openStore(s.file, s.log.logger())
+	if want := "SQL logic error: no such table: pets (1)"; err == nil || err.Error() != want {
+		t.Fatalf("openStore = %v, want %s", err, want)
+	}
+}
+
+// TestMovedDatabase moves the database of a running service, puts it back, and moves it again while
+// a create waits for a lock. Creates must get 503 while it is away. After a stop, the moved
+// database must have all animals, and a new one in its place must have none.
+func TestMovedDatabase(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.create(rex).want(t, 201)
+	must(t, os.Rename(s.file, s.file+".away"))
+	wantNotInItsPlace(t, s)
+
+	must(t, os.Rename(s.file+".away", s.file))
+	s.get("/healthz").want(t, 200)
+	s.create(rex).want(t, 201)
+
+	unlock := lock(t, s.file)
+	time.AfterFunc(200*time.Millisecond, func() {
+		os.Rename(s.file, s.file+".away")
+		unlock()
+	})
+	s.create(rex).wantError(t, 503, unavailable)
+	wantNotInItsPlace(t, s)
+	must(t, s.close())
+	wantPetCount(t, s.file+".away", 2)
+	must(t, openService(t, s.file).close()) // makes a new database
+	wantPetCount(t, s.file, 0)
+}
+
+// TestReplacedDatabase moves a backup to the place of the database. After a stop, each of the two
+// must have its own animals.
+func TestReplacedDatabase(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.create(rex).want(t, 201)
+	must(t, backup(t.Context(), s.file, s.file+".backup"))
+	s.create(rex).want(t, 201)
+
+	must(t, os.Rename(s.file, s.file+".away"))
+	must(t, os.Rename(s.file+".backup", s.file))
+	wantNotInItsPlace(t, s)
+	must(t, s.close())
+	wantPetCount(t, s.file+".away", 2)
+	wantPetCount(t, s.file, 1)
+}
+
+// TestMovedWAL moves the WAL of a running service, or its index: creates must get 503, until the
+// file is put back. Then the test deletes the file. SQLite still has it open, and copies the WAL to
+// the database when the service stops. So nothing must be lost.
+func TestMovedWAL(t *testing.T) {
+	t.Parallel()
+	for _, suffix := range []string{"-wal", "-shm"} {
+		t.Run(suffix, func(t *testing.T) {
+			t.Parallel()
+			s := newService(t)
+			s.create(rex).want(t, 201)
+			must(t, os.Rename(s.file+suffix, s.file+".away"))
+			wantNotInItsPlace(t, s)
+			must(t, os.Rename(s.file+".away", s.file+suffix))
+			s.create(rex).want(t, 201)
+
+			must(t, os.Remove(s.file+suffix))
+			wantNotInItsPlace(t, s)
+			must(t, s.close())
+			wantPetCount(t, s.file, 2)
+		})
+	}
+}
+
+// TestStopBesideAMovedWAL moves the WAL, and stops the service while another program has the
+// database open. The service is not the last to close, so SQLite leaves the WAL as it is. The stop
+// must leave it, too: the other program may have begun a new WAL, and pages of two WALs damage a
+// database.
+func TestStopBesideAMovedWAL(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.create(rex).want(t, 201)
+	_, err := connect(t, s.file).Exec("SELECT * FROM pets") // the connection stays open
+	must(t, err)
+
+	must(t, os.Rename(s.file+"-wal", s.file+".away"))
+	must(t, s.close())
+	if readFile(t, s.file+".away") == "" {
+		t.Fatal("the stop has emptied the WAL")
+	}
+}
+
+// wantNotInItsPlace checks that a service refuses to add animals, and logs why, but returns them.
+func wantNotInItsPlace(t *testing.T, s *service) {
+	t.Helper()
+	s.create(rex).wantError(t, 503, unavailable)
+	s.log.wantText(t, "level=ERROR", "the database is not in its place")
+	s.get("/healthz").wantError(t, 503, unavailable)
+	s.get("/v1/pets/1").want(t, 200)
+}
+
+// TestListsOfAMovedDatabase sends four lists at once, which sleep_1s() makes slow (registerSQL), so
+// that the service uses four connections. openReaders must have opened them before the database was
+// moved.
+func TestListsOfAMovedDatabase(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.create(rex).want(t, 201)
+	execSQL(t, s.file, `ALTER TABLE pets RENAME TO fast;
+		CREATE VIEW pets AS SELECT * FROM fast WHERE sleep_1s()`)
+	must(t, os.Rename(s.file, s.file+".away"))
+
+	var replies [4]reply
+	var lists sync.WaitGroup
+	for i := range replies {
+		lists.Go(func() { replies[i] = s.get("/v1/pets") })
+	}
+	lists.Wait()
+	for _, r := range replies {
+		r.want(t, 200).
+			wantBody(t, `[{"id":1,"name":"Rex","categoryId":7,"status":"available"}]`+"\n")
+	}
+}
+
+// TestIdleReaders lets a day pass, under a fake clock. The service must keep its connections open,
+// and open no new ones, which may be to another file.
+func TestIdleReaders(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newService(t)
+		time.Sleep(24 * time.Hour)
+		must(t, os.Rename(s.file, s.file+".away"))
+		s.get("/v1/pets").want(t, 200)
+	})
+}
+
+// TestStartAfterKill opens the database of a program that was killed: the start must sync the WAL
+// by a commit, because the newest animals may not be on disk. It must warn if the WAL is missing,
+// but not after a stop, which deletes it.
+func TestStartAfterKill(t *testing.T) {
+	t.Parallel()
+	const warning = `level=WARN msg="the write-ahead log is missing: animals may be lost"`
+	file := newFile(t)
+	startAndKill(t, file)
+	must(t, os.Remove(file+"-wal"))
+	s := openService(t, file)
+	s.log.wantText(t, warning)
+	must(t, s.close())
+
+	startAndKill(t, file).wantNoText(t, warning)
+	before := readFile(t, file+"-wal")
+	openService(t, file).log.wantNoText(t, warning)
+	if readFile(t, file+"-wal") == before {
+		t.Fatal("the start has committed nothing")
+	}
+}
+
+// startAndKill starts the program on a database, adds an animal, and kills the program. It returns
+// the log of the program.
+func startAndKill(t *testing.T, file string) *logBuffer {
+	t.Helper()
+	p := start(t, file, withAPIKey)
+	p.create(rex).want(t, 201)
+	p.cmd.Process.Kill()
+	p.wait()
+	return &p.log
+}
+
+// TestBackup makes a backup of a running service, and runs another service on the copy.
+func TestBackup(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	dir := t.TempDir()
+	first := s.create(rex, idempotencyKey("k")).wantNew(t, 1)
+	list := s.get("/v1/pets").want(t, 200)
+	args := []string{"-db", s.file, "-backup", filepath.Join(dir, "copy.db")}
+
+	interrupted, cancel := context.WithCancel(t.Context())
+	cancel()
+	if status := run(interrupted, args, os.LookupEnv, io.Discard); status != 1 {
+		t.Fatalf("an interrupted -backup = %d, want 1", status)
+	}
+	wantOnly(t, dir)
+
+	if status := run(t.Context(), args, os.LookupEnv, io.Discard); status != 0 {
+		t.Fatalf("-backup = %d, want 0", status)
+	}
+	wantOnly(t, dir, "copy.db")
+	copied := openService(t, filepath.Join(dir, "copy.db"))
+	copied.get("/v1/pets").want(t, 200).wantBody(t, list.body)
+	copied.create(rex, idempotencyKey("k")).wantRepeat(t, first)
+	copied.create(rex, idempotencyKey("another")).wantNew(t, 2)
+}
