@@ -50,11 +50,11 @@ var (
 	errUnavailable = newError("unavailable", "the database is temporarily unavailable")
 )
 
-// newError returns an apiError with a code of statusByCode.
+// newError returns an apiError with a code of statusByCode. It panics if the code is not there.
 func newError(code, format string, args ...any) *apiError {
-	return &apiError{
-		Code:    code,
-		Message: fmt.Sprintf(format, args...),
-		Status:  statusByCode[code],
+	status, ok := statusByCode[code]
+	if !ok {
+		panic("unknown code " + code) // a mistake in the code
 	}
+	return &apiError{Code: code, Message: fmt.Sprintf(format, args...), Status: status}
 }

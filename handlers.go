@@ -28,24 +28,32 @@ const (
 	maxIdempotencyKey = 255 // bytes
 )
 
-// routes returns the handlers, by ServeMux pattern.
+// routes returns the handlers, by ServeMux pattern. All but those of open need an API key.
 func routes(st *store, k apiKeys) map[string]handler {
 	a := &api{store: st}
-	return map[string]handler{
-		"GET /healthz":         a.getHealth,
-		"GET /openapi.json":    getOpenAPI,
-		"GET /v1/pets":         k.requireKey(a.listPets),
-		"POST /v1/pets":        k.requireKey(a.createPet),
-		"GET /v1/pets/{petId}": deprecated(k.requireKey(a.getPet)),
+	open := map[string]handler{
+		"GET /healthz":      a.getHealth,
+		"GET /openapi.json": getOpenAPI,
+	}
+	handlers := map[string]handler{
+		"GET /v1/pets":         a.listPets,
+		"POST /v1/pets":        a.createPet,
+		"GET /v1/pets/{petId}": deprecated(a.getPet),
 
 		// All other methods of these paths get 405, and not the 404 of unknown paths.
-		"/healthz":         k.requireKey(methodNotAllowed("GET, HEAD")),
-		"/openapi.json":    k.requireKey(methodNotAllowed("GET, HEAD")),
-		"/v1/pets":         k.requireKey(methodNotAllowed("GET, HEAD, POST")),
-		"/v1/pets/{petId}": k.requireKey(methodNotAllowed("GET, HEAD")),
+		"/healthz":         methodNotAllowed("GET, HEAD"),
+		"/openapi.json":    methodNotAllowed("GET, HEAD"),
+		"/v1/pets":         methodNotAllowed("GET, HEAD, POST"),
+		"/v1/pets/{petId}": methodNotAllowed("GET, HEAD"),
 
-		"/": k.requireKey(unknownPath),
+		"/": unknownPath,
 	}
+
+	for pattern, h := range handlers {
+		handlers[pattern] = k.requireKey(h)
+	}
+	maps.Copy(handlers, open)
+	return handlers
 }
 
 // api has the handlers that need the store.
@@ -223,10 +231,14 @@ func parseIdempotencyKey(values []string) (string, error) {
 
 // readBody returns the body of the request, or an apiError: 413, 408 or 400.
 func readBody(r *request) ([]byte, error) {
+	tooLarge := newError("body_too_large", "the request body is larger than %d bytes", maxBody)
+	if r.ContentLength > maxBody {
+		return nil, tooLarge // a read would send 100 Continue, which invites the body
+	}
 	body, err := io.ReadAll(io.LimitReader(r.Body, maxBody+1))
 	switch {
 	case len(body) > maxBody:
-		return nil, newError("body_too_large", "the request body is larger than %d bytes", maxBody)
+		return nil, tooLarge
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		return nil, newError("request_timeout",
 			"the request did not arrive within %.0f seconds", readTimeout.Seconds())

@@ -21,6 +21,9 @@ import (
 	"time"
 )
 
+// This file has the helpers that several test files share. A test file has the tests of the file that
+// it is named after, and their own helpers.
+//
 // Most tests send requests to a service that runs in the process of the test, on a database file of
 // its own. SQL that a test runs on this file stands for another program:
 //
@@ -32,17 +35,25 @@ import (
 // A request has a valid API key, unless one of its headers says otherwise. These methods and
 // functions check what comes of it:
 //   - want: a response has this status, and follows the rules for all. If it is that of an
-//     operation, openapi.json describes it.
+//     operation, openapi.json describes it (openapi_test.go).
 //   - wantError: it is also an Error with this message.
-//   - wantNew and wantRepeat: a create has added this animal, or has returned the first response.
+//   - wantNew and wantRepeat: a create has got the animal with this id, or the first response.
 //   - wantSQL and wantPetCount: the database has this value, or so many animals and no damage.
-//   - wantNotInItsPlace: the service has noticed that a file was moved.
 //
-// Tests of connections run under the fake clock of testing/synctest: see inMemory. Tests of signals
-// and kills start the program as a process: see start. Most helpers stand at the end of this file.
+// Other tests serve connections in memory, under a fake clock (inMemory in server_test.go), or run
+// the program as a process (start in main_test.go).
 
 // rex is a body that adds an animal.
 const rex = `{"name":"Rex","categoryId":7}`
+
+// Messages of errors.
+const (
+	unauthorized = "send a valid API key, in one header Authorization: Bearer API_KEY; " +
+		"GET /openapi.json describes this interface"
+	refused     = "a rule in the database of the shop refuses this animal"
+	noAnimal    = "there is no animal with this id"
+	unavailable = "the database is temporarily unavailable"
+)
 
 // Helpers: requests and replies.
 
@@ -97,7 +108,7 @@ func (c client) do(request, body string, headers ...string) reply {
 func (c client) send(r *http.Request) reply {
 	r.URL.Scheme, r.URL.Host = "http", c.host
 	resp, err := c.transport.RoundTrip(r)
-	return newReply(r.Method+" "+r.URL.RequestURI(), resp, err)
+	return newReply(r.Method, r.URL.RequestURI(), resp, err)
 }
 
 // inProcess is an http.RoundTripper that lets a handler in this process answer. It panics if there
@@ -116,22 +127,27 @@ func (h inProcess) RoundTrip(r *http.Request) (*http.Response, error) {
 
 // reply is a response that was read to its end, or the error that came instead.
 type reply struct {
-	request string // its method and target
-	status  int
-	header  http.Header
-	body    string
-	err     error
+	method, target string // of the request
+	status         int
+	header         http.Header
+	body           string
+	err            error
 }
 
 // newReply reads the response to a request.
-func newReply(request string, resp *http.Response, err error) reply {
-	if err != nil {
-		return reply{request: request, err: err}
+func newReply(method, target string, resp *http.Response, err error) reply {
+	r := reply{method: method, target: target, err: err}
+	if err == nil {
+		defer resp.Body.Close()
+		var body []byte
+		body, r.err = io.ReadAll(resp.Body)
+		r.status, r.header, r.body = resp.StatusCode, resp.Header, string(body)
 	}
-	defer resp.Body.Close()
-	body, err := io.ReadAll(resp.Body)
-	return reply{request, resp.StatusCode, resp.Header, string(body), err}
+	return r
 }
+
+// request returns the method and the target of the request, for messages.
+func (r reply) request() string { return fmt.Sprintf("%.20s %.500s", r.method, r.target) }
 
 // want checks the status of a response, and the rules for all responses:
 //   - The headers are those that all responses have, and an X-Request-Id.
@@ -142,25 +158,25 @@ func newReply(request string, resp *http.Response, err error) reply {
 func (r reply) want(t testing.TB, status int) reply {
 	t.Helper()
 	if r.err != nil || r.status != status {
-		t.Fatalf("%.500s = %d %.2000s (error: %v), want %d",
-			r.request, r.status, r.body, r.err, status)
+		t.Fatalf("%s = %d %.2000s (error: %v), want %d",
+			r.request(), r.status, r.body, r.err, status)
 	}
 	r.wantHeader(t, "Cache-Control", "no-store")
 	r.wantHeader(t, "Content-Type", "application/json")
 	r.wantHeader(t, "X-Content-Type-Options", "nosniff")
 	if id := r.header.Get("X-Request-Id"); !regexp.MustCompile("^[A-Z2-7]{26}$").MatchString(id) {
-		t.Fatalf("%.500s has the X-Request-Id %q", r.request, id)
+		t.Fatalf("%s has the X-Request-Id %q", r.request(), id)
 	}
 	statuses := map[string]int{"WWW-Authenticate": 401, "Allow": 405, "Retry-After": 503}
 	for name, wanted := range statuses {
 		if has := r.header.Get(name) != ""; has != (status == wanted) {
-			t.Fatalf("%.500s = %d has %s: %v", r.request, status, name, has)
+			t.Fatalf("%s = %d has %s: %v", r.request(), status, name, has)
 		}
 	}
-	if !strings.HasPrefix(r.request, "HEAD ") {
+	if r.method != "HEAD" {
 		r.wantHeader(t, "Content-Length", strconv.Itoa(len(r.body)))
 		if !json.Valid([]byte(r.body)) {
-			t.Fatalf("%.500s = %.2000s, want JSON", r.request, r.body)
+			t.Fatalf("%s = %.2000s, want JSON", r.request(), r.body)
 		}
 		if status >= 400 {
 			r.wantErrorShape(t)
@@ -178,10 +194,15 @@ func (r reply) wantErrorShape(t testing.TB) {
 		return // TestInvalidHTTP checks the whole body
 	}
 	if statusByCode[e.Code] != r.status || e.Message == "" || e.Status != r.status {
-		t.Fatalf("%.500s = %d %s, want an Error", r.request, r.status, r.body)
+		t.Fatalf("%s = %d %s, want an Error", r.request(), r.status, r.body)
+	}
+	// Two codes have the status 400, and two have 404.
+	if (e.Code == "refused") != (e.Message == refused) ||
+		(e.Code == "not_found") != (e.Message == noAnimal) {
+		t.Fatalf("%s = %s, want another code", r.request(), r.body)
 	}
 	if r.status >= 500 && e.Message != "internal error" && e.Message != unavailable {
-		t.Fatalf("%.500s tells the cause: %s", r.request, e.Message)
+		t.Fatalf("%s tells the cause: %s", r.request(), e.Message)
 	}
 }
 
@@ -190,22 +211,26 @@ func (r reply) wantError(t testing.TB, status int, message string) reply {
 	t.Helper()
 	r.want(t, status)
 	if got := decode[apiError](t, r.body).Message; got != message {
-		t.Fatalf("%.500s has the message %q, want %q", r.request, got, message)
+		t.Fatalf("%s has the message %q, want %q", r.request(), got, message)
 	}
 	return r
 }
 
-// wantNew checks that a create got 201, and has added the animal with this id.
+// wantNew checks that a create got 201 and a new animal, with this id.
 func (r reply) wantNew(t testing.TB, id int) reply {
 	t.Helper()
-	return r.want(t, 201).wantHeader(t, "Idempotency-Replayed", "").
+	r.want(t, 201).wantHeader(t, "Idempotency-Replayed", "").
 		wantHeader(t, "Location", fmt.Sprint("pets/", id))
+	if got := decode[Pet](t, r.body).ID; got != int64(id) {
+		t.Fatalf("%s = %s, want the id %d", r.request(), r.body, id)
+	}
+	return r
 }
 
-// wantRepeat checks that a create got 201 and the first response, and has added nothing.
-func (r reply) wantRepeat(t testing.TB, first reply) {
+// wantRepeat checks that a create got 201, the first response, and the header that says so.
+func (r reply) wantRepeat(t testing.TB, first reply) reply {
 	t.Helper()
-	r.want(t, 201).wantHeader(t, "Idempotency-Replayed", "true").
+	return r.want(t, 201).wantHeader(t, "Idempotency-Replayed", "true").
 		wantHeader(t, "Location", first.header.Get("Location")).wantBody(t, first.body)
 }
 
@@ -213,7 +238,7 @@ func (r reply) wantRepeat(t testing.TB, first reply) {
 func (r reply) wantBody(t testing.TB, want string) reply {
 	t.Helper()
 	if r.body != want {
-		t.Fatalf("%.500s = %s, want %s", r.request, r.body, want)
+		t.Fatalf("%s = %s, want %s", r.request(), r.body, want)
 	}
 	return r
 }
@@ -222,7 +247,7 @@ func (r reply) wantBody(t testing.TB, want string) reply {
 func (r reply) wantHeader(t testing.TB, name, want string) reply {
 	t.Helper()
 	if got := strings.Join(r.header.Values(name), "; "); got != want {
-		t.Fatalf("%.500s has %s: %q, want %q", r.request, name, got, want)
+		t.Fatalf("%s has %s: %q, want %q", r.request(), name, got, want)
 	}
 	return r
 }
@@ -279,7 +304,7 @@ func openService(t testing.TB, file string) *service {
 	must(t, err)
 
 	s := &service{file: file, log: log, writer: st.writer, close: sync.OnceValue(st.close)}
-	t.Cleanup(func() { must(t, s.close()) })
+	t.Cleanup(func() { s.close() }) // an error if the test has moved a file
 	s.server = newServer(routes(st, keys), log.logger())
 	s.client.transport = inProcess{s.server, t.Name()}
 	return s

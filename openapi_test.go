@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"regexp"
 	"slices"
@@ -12,8 +13,6 @@ import (
 	"sync"
 	"testing"
 )
-
-// openapi.json.
 
 // TestDocument compares openapi.json with the constants of the code. (want compares it with the
 // responses of the operations.)
@@ -42,6 +41,11 @@ func TestDocument(t *testing.T) {
 		{"the format of an id",
 			create.Responses["201"].Content[jsonType].Schema.Properties["id"].Format, "int64"},
 		{"the place of the Idempotency-Key", create.Parameters[0].In, "header"},
+		{"the statuses of listPets", slices.Sorted(maps.Keys(list.Responses)), "[200 400 401 500 503]"},
+		{"the statuses of createPet", slices.Sorted(maps.Keys(create.Responses)),
+			"[201 400 401 408 413 415 422 500 503]"},
+		{"the members of an animal", create.Responses["201"].Content[jsonType].Schema.Required,
+			"[id name categoryId status]"},
 		{"the server", document().Servers[0].URL, "/v1"},
 		{"the security", document().Security, "[map[bearerAuth:[]]]"},
 		{"the scheme", document().Components.SecuritySchemes["bearerAuth"].Scheme, "bearer"},
@@ -52,6 +56,8 @@ func TestDocument(t *testing.T) {
 	}
 
 	sentences := []string{
+		fmt.Sprintf("until %v hours after the first", idempotencyKeyLifetime.Hours()),
+		fmt.Sprintf("for %v hours and across restarts", idempotencyKeyLifetime.Hours()),
 		fmt.Sprintf("%d KiB of headers and %d KiB of body", maxHeader>>10, maxBody>>10),
 		fmt.Sprintf("%v seconds to send the headers and %v to send the request",
 			readHeaderTimeout.Seconds(), readTimeout.Seconds()),
@@ -64,7 +70,7 @@ func TestDocument(t *testing.T) {
 	for code, status := range statusByCode {
 		sentences = append(sentences, fmt.Sprintf("| %d | `%s` |", status, code))
 	}
-	text := document().Info.Description + create.Description
+	text := document().Info.Description + create.Description + create.Parameters[0].Description
 	for _, sentence := range sentences {
 		if !strings.Contains(text, sentence) {
 			t.Errorf("openapi.json has no %q", sentence)
@@ -76,30 +82,36 @@ func TestDocument(t *testing.T) {
 // headers, and the members of its body, or of the items of a list.
 func (r reply) wantDocumented(t testing.TB) {
 	t.Helper()
-	method, target, _ := strings.Cut(strings.Replace(r.request, "HEAD ", "GET ", 1), " ")
-	path, _, _ := strings.Cut(target, "?")
+	path, _, _ := strings.Cut(r.target, "?")
 	path = regexp.MustCompile(`^/v1/pets/[^/]+$`).ReplaceAllString(path, "/v1/pets/{petId}")
 	path, inVersion := strings.CutPrefix(path, "/v1")
-	operation := document().Paths[path][strings.ToLower(method)]
+	method := strings.Replace(strings.ToLower(r.method), "head", "get", 1)
+	operation := document().Paths[path][method]
 	if operation == nil || !inVersion {
 		return
 	}
 	response, found := operation.Responses[strconv.Itoa(r.status)]
 	if !found {
-		t.Fatalf("%s = %d, which openapi.json does not describe", r.request, r.status)
+		t.Fatalf("%s = %d, which openapi.json does not describe", r.request(), r.status)
 	}
 
 	names := []string{"Cache-Control", "Connection", "Content-Length", "Content-Type", "Date",
 		"X-Content-Type-Options"}
 	for name, header := range response.Headers {
 		names = append(names, http.CanonicalHeaderKey(name))
-		if header.Required && r.header.Get(name) == "" {
-			t.Fatalf("%s = %d has no %s, which openapi.json requires", r.request, r.status, name)
+		value := r.header.Get(name)
+		if value == "" && !header.Required {
+			continue
+		}
+		matches := regexp.MustCompile(header.Schema.Pattern).MatchString(value)
+		listed := header.Schema.Enum == nil || slices.Contains(header.Schema.Enum, value)
+		if value == "" || !matches || !listed {
+			t.Fatalf("%s = %d has %s: %q, unlike openapi.json", r.request(), r.status, name, value)
 		}
 	}
 	for name := range r.header {
 		if !slices.Contains(names, name) {
-			t.Fatalf("%s = %d has %s, which openapi.json does not describe", r.request, r.status, name)
+			t.Fatalf("%s = %d has %s, which openapi.json does not describe", r.request(), r.status, name)
 		}
 	}
 
@@ -118,7 +130,7 @@ func (r reply) wantDocumented(t testing.TB) {
 				want = "integer"
 			}
 			if object.Properties[name].Type != want { // "" if it is not there
-				t.Fatalf("openapi.json has no %s %s of %s = %s", want, name, r.request, r.body)
+				t.Fatalf("openapi.json has no %s %s of %s = %s", want, name, r.request(), r.body)
 			}
 		}
 	}
@@ -139,12 +151,15 @@ type operation struct {
 	Deprecated  bool
 	Description string
 	Parameters  []struct {
-		Name, In string
-		Schema   schema
+		Name, In, Description string
+		Schema                schema
 	}
 	RequestBody struct{ Content content }
 	Responses   map[string]struct { // by status
-		Headers map[string]struct{ Required bool }
+		Headers map[string]struct {
+			Required bool
+			Schema   schema
+		}
 		Content content
 	}
 }
@@ -165,7 +180,7 @@ type content map[string]struct{ Schema schema }
 const jsonType = "application/json"
 
 type schema struct {
-	Type, Format                                   string
+	Type, Format, Pattern                          string
 	Default, Minimum, Maximum, MaxItems, MaxLength int
 	Enum, Required                                 []string
 	Items                                          *schema

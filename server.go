@@ -132,8 +132,9 @@ func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h hand
 		r.responseHeader.Set("Connection", "close")
 	}
 	// Many clients send the whole body before they read the response, and would miss it if the
-	// connection closed meanwhile. So first read the rest of the body, unless it is too large.
-	// (net/http reads only 256 KiB of it, and nothing on a connection that it then closes.)
+	// connection closed meanwhile. So first read the rest of the body, unless Content-Length says
+	// that it is too large. (It is -1 for a chunked body.) A client that waits for 100 Continue gets
+	// that now. net/http itself would read less, and nothing on a connection that it then closes.
 	if r.ContentLength <= maxDiscard {
 		io.CopyN(io.Discard, r.Body, maxDiscard)
 	}
@@ -297,7 +298,7 @@ func (c jsonErrorConn) Write(b []byte) (int, error) {
 	response.Body = io.NopCloser(bytes.NewReader(content))
 	response.ContentLength = int64(len(content))
 	var replacement bytes.Buffer
-	response.Write(&replacement) // with Connection: close, as in b
+	response.Write(&replacement) // sends Connection: close again, which ReadResponse has found in b
 	_, err = c.Conn.Write(replacement.Bytes())
 	return len(b), err // a Writer must not return less than len(b) without an error
 }
