@@ -34,8 +34,6 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// What the program refuses at its start.
-
 // TestRefusedSettings runs the program with wrong settings, and with -h: it must end at once with
 // this status and message, and create no file.
 func TestRefusedSettings(t *testing.T) {
@@ -55,6 +53,7 @@ func TestRefusedSettings(t *testing.T) {
 		{"-db=", withAPIKey, 2, "-db must not be empty"},
 		{"-addr=", withAPIKey, 2, "-addr must not be empty"},
 		{"-backup=", withAPIKey, 2, "-backup must not be empty"},
+		{"-h", withAPIKey, 0, `(default "animalstore.db")`},
 		{"-h", withAPIKey, 0, `(default "127.0.0.1:8080")`},
 
 		{"-addr " + taken.Addr().String(), withAPIKey, 1, "address already in use"},
@@ -64,7 +63,8 @@ func TestRefusedSettings(t *testing.T) {
 		{"", env{"API_KEYS": "one, secret key"}, 1,
 			"API_KEYS: item 2 must consist of visible ASCII characters, without spaces"},
 		{"", env{"API_KEYS": ",,sécret"}, 1, "API_KEYS: item 3 must consist of visible ASCII"},
-		{"-db DIR/none/animals.db", withAPIKey, 1, "unable to open database file (14)"},
+		{"-db DIR/none/animals.db", withAPIKey, 1,
+			`/none/animals.db": unable to open database file (14)`},
 		{"-db :memory:", withAPIKey, 1, "SQLite cannot use a write-ahead log here"},
 	} {
 		dir := t.TempDir()
@@ -111,18 +111,30 @@ func TestRefusedDatabases(t *testing.T) {
 			"not a database (26)"},
 		{"truncated", func(t *testing.T, file string) { must(t, os.Truncate(file, 4096)) },
 			"malformed (11)"},
-		{"of another program", edit("PRAGMA application_id = 0"), foreign},
+		{"of another program", edit("PRAGMA journal_mode = DELETE; PRAGMA application_id = 0"), foreign},
 		{"of no version", edit("PRAGMA user_version = 0"), "not a database of this service"},
 		{"of another program, of no version",
 			edit("PRAGMA application_id = 0; PRAGMA user_version = 0"), foreign},
+		{"of another program, without tables", func(t *testing.T, file string) {
+			must(t, os.Remove(file))
+			execSQL(t, file, "PRAGMA application_id = 1")
+		}, "not a database of this service: its application_id is 1"},
 		{"of a newer version", edit(fmt.Sprint("PRAGMA user_version = ", len(migrations)+1)),
 			"a newer version of this service has written the database"},
 		{"a WAL alone", func(t *testing.T, file string) { must(t, os.Rename(file, file+"-wal")) },
-			`animals.db-wal", but no database`},
+			`animals.db" is missing or empty: put it back beside `},
 		{"a WAL and an empty file", func(t *testing.T, file string) {
 			must(t, os.Rename(file, file+"-wal"))
 			writeFile(t, file, "")
-		}, `animals.db-wal", but no database`},
+		}, `animals.db" is missing or empty: put it back beside `},
+		{"a -shm without a WAL", func(t *testing.T, file string) { writeFile(t, file+"-shm", "") },
+			`animals.db-wal" is missing or empty: put it back beside `},
+		{"beside a copy that a stop has saved", func(t *testing.T, file string) {
+			writeFile(t, file+".rescued-2026-01-02-030405", "")
+		}, "a stop has saved all animals in "},
+		{"below such a copy", func(t *testing.T, file string) {
+			writeFile(t, filepath.Join(filepath.Dir(file), "..", "animals.db.rescued-2026-01-02-030405"), "")
+		}, "a stop has saved all animals in "},
 		{"a link", func(t *testing.T, file string) {
 			must(t, os.Rename(file, file+".real"))
 			must(t, os.Symlink(file+".real", file))
@@ -214,8 +226,6 @@ func wantRefusal(
 	return stderr
 }
 
-// The program as a process.
-
 // TestSettings starts the program on all addresses, with two keys.
 func TestSettings(t *testing.T) {
 	t.Parallel()
@@ -235,6 +245,9 @@ func TestMadeKey(t *testing.T) {
 	p.log.wantText(t, "level=WARN", `msg="API_KEYS is not set: made a key for this run"`, " keys=1 ")
 	_, made, _ := strings.Cut(p.log.String(), "api_key=")
 	made, _, _ = strings.Cut(made, "\n")
+	if len(made) < 26 { // 128 bits in base32
+		t.Fatalf("the key %s is short", made)
+	}
 	p.get("/v1/pets", "Authorization: Bearer "+made).want(t, 200)
 	p.get("/v1/pets").want(t, 401)
 }
@@ -268,7 +281,7 @@ func TestSignals(t *testing.T) {
 	clients.Wait()
 	p.cmd.Process.Signal(syscall.SIGINT)
 
-	if status := p.wait(); status != 0 {
+	if status := p.wait(t); status != 0 {
 		t.Fatalf("after the signals, the status is %d, want 0", status)
 	}
 	p.log.wantText(t, "msg=stopping", "msg=stopped")
@@ -277,28 +290,27 @@ func TestSignals(t *testing.T) {
 	wantPetCount(t, file, int(created.Load()))
 }
 
-// TestStopAfterMove stops the program after its database was moved, while another program reads.
-// The WAL then stays. The stop must say where it belongs, and there it must have the animal.
-func TestStopAfterMove(t *testing.T) {
+// TestStopWithoutFolders stops the program after its database was deleted, with the two folders where
+// the stop would save a copy. It must save one in its working directory, and end with status 1.
+func TestStopWithoutFolders(t *testing.T) {
 	t.Parallel()
-	file := newFile(t)
-	p := start(t, file, withAPIKey)
-	reader := connect(t, file)
-	_, err := reader.Exec("BEGIN; SELECT * FROM pets")
-	must(t, err)
+	folder := filepath.Join(t.TempDir(), "above", "folder")
+	must(t, os.MkdirAll(folder, 0o700))
+	p := start(t, filepath.Join(folder, "animals.db"), withAPIKey)
 	p.create(rex).want(t, 201)
 
-	must(t, os.Rename(file, file+".moved"))
+	must(t, os.RemoveAll(filepath.Dir(folder)))
 	must(t, p.cmd.Process.Signal(syscall.SIGTERM))
-	if status := p.wait(); status != 1 {
+	if status := p.wait(t); status != 1 {
 		t.Fatalf("the status is %d, want 1", status)
 	}
-	p.log.wantText(t, "the moved database still needs its write-ahead log (another program uses it)",
-		`animals.db-wal"`)
-
-	must(t, reader.Close())
-	must(t, os.Rename(file+"-wal", file+".moved-wal"))
-	wantPetCount(t, file+".moved", 1)
+	p.log.wantText(t, "animalstore: the database is not in its place: ")
+	p.log.wantNoText(t, "msg=stopped")
+	for name := range readFiles(t, p.cmd.Dir) {
+		saved := filepath.Join(p.cmd.Dir, name)
+		p.log.wantText(t, fmt.Sprintf("all its animals are in %q", saved))
+		wantPetCount(t, saved, 1)
+	}
 }
 
 // TestUnreadLog closes the pipe that the program logs to: the program must go on.
@@ -322,7 +334,7 @@ func TestKill(t *testing.T) {
 		for name, first := range acknowledged {
 			p.create(petNamed(name), idempotencyKey(name)).wantRepeat(t, first)
 		}
-		maps.Copy(acknowledged, createUntilKilled(p, round))
+		maps.Copy(acknowledged, createUntilKilled(t, p, round))
 	}
 
 	s := openService(t, file)
@@ -335,7 +347,8 @@ func TestKill(t *testing.T) {
 
 // createUntilKilled lets 16 clients add animals, kills the program after 100 creates, and returns
 // the responses to those that were acknowledged, by Idempotency-Key.
-func createUntilKilled(p *process, round int) map[string]reply {
+func createUntilKilled(t *testing.T, p *process, round int) map[string]reply {
+	t.Helper()
 	acknowledged := map[string]reply{}
 	var mu sync.Mutex // guards acknowledged
 	var clients sync.WaitGroup
@@ -358,13 +371,11 @@ func createUntilKilled(p *process, round int) map[string]reply {
 	}
 	clients.Wait()
 	p.cmd.Process.Kill() // if creates fail early
-	p.wait()
+	p.wait(t)
 	return acknowledged
 }
 
 func petNamed(name string) string { return fmt.Sprintf(`{"name":%q,"categoryId":1}`, name) }
-
-// Helpers: the program as a process.
 
 // env is the environment of the program, by the names of the variables.
 type env map[string]string
@@ -386,8 +397,9 @@ type process struct {
 	ended  chan struct{} // is closed when the process has ended
 }
 
-// start starts the program with a database file, an environment and more args, and waits until it
-// serves. The program is killed at the end of the test: t.Context ends then, before the cleanups.
+// start starts the program with a database file, an environment and more args, in a new folder, and
+// waits until it serves. The program is killed at the end of the test: t.Context ends then, before the
+// cleanups.
 func start(t testing.TB, file string, e env, args ...string) *process {
 	t.Helper()
 	args = append([]string{"-addr", "127.0.0.1:0", "-db", file}, args...)
@@ -396,6 +408,7 @@ func start(t testing.TB, file string, e env, args ...string) *process {
 		ended: make(chan struct{}),
 	}
 	p.transport = &http.Transport{MaxIdleConnsPerHost: 16} // one for each client of a test
+	p.cmd.Dir = t.TempDir()
 	p.cmd.Env = []string{"ANIMALSTORE_PROCESS=1"}
 	for name, value := range e {
 		p.cmd.Env = append(p.cmd.Env, name+"="+value)
@@ -406,6 +419,7 @@ func start(t testing.TB, file string, e env, args ...string) *process {
 	must(t, err)
 	p.stderr = stderr
 	must(t, p.cmd.Start())
+	defer time.AfterFunc(20*time.Second, func() { p.cmd.Process.Kill() }).Stop()
 
 	started := regexp.MustCompile(`msg=started url=http://(\S+)`)
 	lines := bufio.NewReader(stderr)
@@ -428,9 +442,14 @@ func start(t testing.TB, file string, e env, args ...string) *process {
 	return p
 }
 
-// wait waits until the process has ended, and returns its exit status: -1 if a signal has killed
-// it.
-func (p *process) wait() (status int) {
-	<-p.ended
+// wait waits until the process has ended, for at most 20 seconds, and returns its exit status: -1 if a
+// signal has killed it.
+func (p *process) wait(t testing.TB) (status int) {
+	t.Helper()
+	select {
+	case <-p.ended:
+	case <-time.After(20 * time.Second):
+		t.Fatalf("the program has not ended: %s", &p.log)
+	}
 	return p.cmd.ProcessState.ExitCode()
 }

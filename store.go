@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"runtime/debug"
+	"strings"
 	"sync"
 	"time"
 
@@ -54,8 +55,22 @@ const petColumns = "id, name, category_id, status"
 // fields returns pointers to the fields of p, to scan petColumns.
 func (p *Pet) fields() []any { return []any{&p.ID, &p.Name, &p.CategoryID, &p.Status} }
 
-// fileSuffixes has the suffixes of the files of an open database: see store.
-var fileSuffixes = []string{"", "-wal", "-shm"}
+// The SQL of the prepared statements.
+const (
+	selectPetsSQL     = `SELECT ` + petColumns + ` FROM pets WHERE id > ? ORDER BY id LIMIT ?`
+	selectByStatusSQL = `SELECT ` + petColumns + ` FROM pets WHERE status = ? AND id > ?
+		ORDER BY id LIMIT ?`
+	selectPetSQL = `SELECT ` + petColumns + ` FROM pets WHERE id = ?`
+
+	insertPetSQL      = `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`
+	selectResponseSQL = `SELECT response FROM idempotency_keys
+		WHERE caller = ? AND key = ? AND created >= ?`
+	// REPLACE, because there may be an expired row with this key.
+	insertResponseSQL = `REPLACE INTO idempotency_keys (caller, key, created, response)
+		VALUES (?, ?, ?, ?)`
+	deleteExpiredSQL = `DELETE FROM idempotency_keys WHERE rowid IN
+		(SELECT rowid FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT 2)`
+)
 
 // listOptions says which pets to list.
 type listOptions struct {
@@ -71,8 +86,10 @@ type listOptions struct {
 //   - The index of the WAL, and its locks, with the suffix -shm.
 //
 // When the last connection of all programs closes, SQLite copies the WAL to the database, and
-// deletes both files. A kill leaves them behind, for the next program that opens the database. See
-// https://sqlite.org/wal.html.
+// deletes the -wal and the -shm. A kill leaves them behind, for the next program that opens the
+// database. See https://sqlite.org/wal.html.
+//
+// The end of this file guards the three files: people move, delete and replace them.
 //
 // list, get, create and checkHealth may be called concurrently. They take no context: a query is
 // short, and a client that disconnects must not roll back the other pets of a transaction.
@@ -97,9 +114,11 @@ type store struct {
 	next   *batch     // new creations join it, until commit replaces it; never nil
 }
 
-// exitOnPanic, deferred, ends the program with status 1 after a panic in list, get or commit. If a
-// Query or Exec panics, database/sql never frees its connection and locks: what needs them waits
-// for ever. So would tx.Rollback if inTx deferred it, but not rows.Close.
+// exitOnPanic, deferred, ends the program with status 1 after a panic in list, get or commit.
+//
+// After a panic in Query or Exec, the connection and its locks stay in use for ever. A deferred
+// tx.Rollback would wait for them for ever, so inTx does not defer it. A deferred rows.Close does
+// not wait.
 //
 // If commit panics, sync.Once.Do returns to all other creates of the batch as if commit had
 // succeeded, and they would return pets that are not stored.
@@ -162,6 +181,8 @@ type creation struct {
 //  2. commit waits until the batch before is stored. Meanwhile, more creations join.
 //  3. commit puts a new batch in s.next. From then on, nothing joins the old one.
 //  4. commit stores the creations of the old batch. Then Do returns to all of them.
+//
+// So there are at most two batches at a time: one is being stored, and s.next waits for it.
 type batch struct {
 	creations []*creation
 	once      sync.Once // runs commit
@@ -177,7 +198,7 @@ type batch struct {
 //
 // After errIdempotencyKeyReused, errRefused or errUnavailable, the pet is not stored. After any
 // other error, it may be stored. While another program locks the database, create waits at most
-// twice busyTimeout: first the batch before may wait for the lock, and then the batch of this pet.
+// twice busyTimeout: first the batch before waits for the lock, and then the batch of this pet.
 func (s *store) create(
 	caller []byte, idempotencyKey string, pet NewPet,
 ) (stored Pet, replayed bool, err error) {
@@ -298,9 +319,8 @@ func (s *store) open() error {
 	if err := checkPath(s.path); err != nil {
 		return err
 	}
-	s.warnOfMissingWAL()
 
-	// Before WAL mode, which is stored in the file: a foreign database must not change.
+	// migrate refuses a foreign database. It comes before journal_mode, which would change the file.
 	oldVersion, err := migrate(s.writer, migrations)
 	if err != nil {
 		return err
@@ -344,23 +364,6 @@ func (s *store) syncWAL() error {
 	return err
 }
 
-// The SQL of the prepared statements.
-const (
-	selectPetsSQL     = `SELECT ` + petColumns + ` FROM pets WHERE id > ? ORDER BY id LIMIT ?`
-	selectByStatusSQL = `SELECT ` + petColumns + ` FROM pets WHERE status = ? AND id > ?
-		ORDER BY id LIMIT ?`
-	selectPetSQL = `SELECT ` + petColumns + ` FROM pets WHERE id = ?`
-
-	insertPetSQL      = `INSERT INTO pets (name, category_id, status) VALUES (?, ?, ?)`
-	selectResponseSQL = `SELECT response FROM idempotency_keys
-		WHERE caller = ? AND key = ? AND created >= ?`
-	// REPLACE, because there may be an expired row with this key.
-	insertResponseSQL = `REPLACE INTO idempotency_keys (caller, key, created, response)
-		VALUES (?, ?, ?, ?)`
-	deleteExpiredSQL = `DELETE FROM idempotency_keys WHERE rowid IN
-		(SELECT rowid FROM idempotency_keys WHERE created < ? ORDER BY created LIMIT 2)`
-)
-
 // prepare prepares the statements, up to the first error.
 func (s *store) prepare() (err error) {
 	statement := func(db *sql.DB, query string) (prepared *sql.Stmt) {
@@ -402,17 +405,17 @@ func (s *store) checkHealth() error {
 	return err
 }
 
-// close waits until the batch in progress is stored, and closes the store.
+// close waits until the batch in progress is stored, and closes the store. If a file is not in its
+// place, close first saves the animals: see closeMisplaced.
 func (s *store) close() error {
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
 
-	var err error
-	if moved := s.checkFiles("") != nil; moved { // SQLite would leave the WAL behind
-		err = s.emptyWAL()
+	if err := s.checkFiles(fileSuffixes...); err != nil {
+		return s.closeMisplaced(err)
 	}
 	// The writer closes last, because a read-only connection cannot delete the WAL.
-	return errors.Join(err, s.readers.Close(), s.writer.Close())
+	return errors.Join(s.readers.Close(), s.writer.Close())
 }
 
 // migrations[v] takes a database from schema version v to version v+1. The version is PRAGMA
@@ -421,7 +424,7 @@ func (s *store) close() error {
 //   - pets_by_status, an index on (status). Each index also has the id, in ascending order.
 //   - idempotency_keys (caller, key, created, response): the first response, a Pet in JSON, to the
 //     Idempotency-Key of a caller. created is in Unix seconds; an index has it, too. Leave these
-//     columns as they are: deploy/animalstore-restore copies them.
+//     columns as they are: deploy/animalstore-merge copies them.
 //
 // The CHECKs are for edits by other programs, and are not all rules of the API.
 //
@@ -514,8 +517,8 @@ func readSchemaVersion(tx *sql.Tx, newest int) (version int, err error) {
 	return version, nil
 }
 
-// backup writes a copy of the database at path, which may be in use, to the new file target. The
-// copy gets that name only after it is verified and on disk.
+// backup writes a copy of the database at path, which may be in use, to the new file target: see
+// copyTo.
 func backup(ctx context.Context, path, target string) error {
 	if err := checkPath(path); err != nil {
 		return err
@@ -526,6 +529,16 @@ func backup(ctx context.Context, path, target string) error {
 			return fmt.Errorf("%q exists already; name a new file", name)
 		}
 	}
+	// If the service is stopped, SQLite makes a -wal and a -shm. With "ro", it could not delete
+	// them.
+	db := newPool(path, "rw", 1)
+	defer db.Close()
+	return copyTo(ctx, db, target)
+}
+
+// copyTo writes a copy of db to the new file target, which gets that name only after the copy is
+// verified and on disk.
+func copyTo(ctx context.Context, db *sql.DB, target string) error {
 	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
 	if err != nil {
 		return err
@@ -534,10 +547,6 @@ func backup(ctx context.Context, path, target string) error {
 	defer os.Remove(temp.Name() + "-journal") // SQLite leaves one if the disk is full
 	defer temp.Close()
 
-	// If the service is stopped, SQLite makes a -wal and a -shm. With "ro", it could not delete
-	// them.
-	db := newPool(path, "rw", 1)
-	defer db.Close()
 	// VACUUM INTO refuses a file that exists, unless it is empty, as temp is.
 	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", temp.Name()); err != nil {
 		return err
@@ -642,19 +651,19 @@ func sqliteCode(err error) int {
 }
 
 // The rest guards the files of the database. Operators and other programs move, delete and replace
-// files. SQLite does not notice, and goes on with those that it has open. So animals can be lost:
+// files. SQLite does not notice, and goes on with the files that it has open. So animals can be
+// lost:
 //
-//   - While the service runs, if a file is not in its place: after a kill, the next start would not
-//     find what is added now. Beside another -shm, other programs do not see the locks, either. So
-//     creates and checkHealth fail until the file is back (checkFiles). Reads go on.
-//   - At a stop, if the database was moved: SQLite leaves the WAL behind, applies it to the next
-//     database at the path, and damages that. So the stop empties the WAL (emptyWAL). It does not
-//     if only the WAL was moved: another program may have begun a new WAL, and pages of two WALs
-//     damage a database.
-//   - At a start, if there is a WAL but no database: SQLite would make a new database, and delete
-//     the WAL, which the missing database needs. So a start is refused (checkPath).
-//   - At a start after a kill, if the WAL was deleted: its animals are lost, and the start warns
-//     (warnOfMissingWAL).
+//   - While the service runs, because after a kill, nobody would find what is added to such files.
+//     So creates and checkHealth fail until all files are in their places (checkFiles). Reads go on.
+//   - At a stop, because only the service has such files open, and it closes them. So it first
+//     saves a copy (closeMisplaced).
+//   - At a start, if a file is missing that the others need, or a stop has saved a copy: the service
+//     would go on without their animals, and give their ids to others. So a start is refused, and a
+//     backup, too (checkPath).
+
+// fileSuffixes has the suffixes of the files of an open database: see store.
+var fileSuffixes = []string{"", "-wal", "-shm"}
 
 // checkFiles returns an error unless the files with these suffixes are those that were opened.
 func (s *store) checkFiles(suffixes ...string) error {
@@ -670,41 +679,92 @@ func (s *store) checkFiles(suffixes ...string) error {
 	return nil
 }
 
-// emptyWAL copies the WAL to the open database, wherever that was moved, and truncates the WAL.
-func (s *store) emptyWAL() error {
-	var busy, ignored int
-	err := s.writer.QueryRow("PRAGMA wal_checkpoint(TRUNCATE)").Scan(&busy, &ignored, &ignored)
-	if err == nil && busy != 0 {
-		err = errors.New("another program uses it")
+// closeMisplaced closes the store while a file is not in its place, which cause says. It saves a
+// copy of the database first, and returns an error that names the copy.
+//
+// If only the -wal or the -shm was removed, SQLite may still copy the WAL to the database when it
+// closes that. Then no animal is missing, and closeMisplaced deletes the copy, with a warning.
+func (s *store) closeMisplaced(cause error) error {
+	saved, err := s.saveCopy()
+	if s.checkFiles("") != nil {
+		// SQLite would leave the WAL of a moved database behind. It would apply that to the next
+		// database at the path, and damage it. This empties the WAL, unless another program reads.
+		s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)")
 	}
-	if err != nil {
-		return fmt.Errorf("the moved database still needs its write-ahead log (%w): "+
-			"move %q beside it, under the same name with -wal", err, s.path+"-wal")
+	s.readers.Close()
+	s.writer.Close()
+
+	switch {
+	case err != nil:
+		return fmt.Errorf("%w; its animals cannot be saved: %w", cause, err)
+	case s.checkFiles("") == nil && hasAll(s.path, saved):
+		s.logger.Warn("the database has all animals again", "cause", cause)
+		return os.Remove(saved)
 	}
-	return nil
+	return fmt.Errorf("%w; all its animals are in %q", cause, saved)
 }
 
-// checkPath returns an error if path has a WAL with content, but no database, or an empty one. So
-// it does if path is a symbolic link: SQLite keeps the WAL beside the file that the link leads to,
-// and the functions here look beside path.
+// saveCopy saves a copy of the open database at the first of savedPaths where that is possible, and
+// returns its name.
+func (s *store) saveCopy() (saved string, err error) {
+	for _, saved = range savedPaths(s.path, time.Now().UTC().Format("2006-01-02-150405")) {
+		if err = copyTo(context.Background(), s.writer, saved); err == nil {
+			break
+		}
+	}
+	return saved, err
+}
+
+// savedPaths returns where a stop at this time may save a copy of the database at path: in its
+// folder or, if that is gone or full, in the one above, or in the working directory, which
+// animalstore.service sets to the folder of the backups.
+func savedPaths(path, time string) []string {
+	folder, name := filepath.Dir(path), filepath.Base(path)+".rescued-"+time
+	here, _ := filepath.Abs(name) // fails if the working directory is gone
+	return []string{filepath.Join(folder, name), filepath.Join(folder, "..", name), here}
+}
+
+// hasAll reports whether the database at path has all rows of the database saved.
+func hasAll(path, saved string) (ok bool) {
+	db := newPool(path, "rw", 1)
+	defer db.Close()
+	// An error leaves ok false.
+	db.Exec("ATTACH ? AS saved", saved)
+	db.QueryRow(`SELECT NOT EXISTS (SELECT * FROM saved.pets EXCEPT SELECT * FROM main.pets)
+		AND NOT EXISTS (SELECT * FROM saved.idempotency_keys EXCEPT SELECT * FROM main.idempotency_keys)
+		AND NOT EXISTS (SELECT * FROM saved.sqlite_sequence EXCEPT SELECT * FROM main.sqlite_sequence)`,
+	).Scan(&ok)
+	return ok
+}
+
+// checkPath returns an error if a stop has saved a copy of the database at path, or if one of its
+// files is missing, although SQLite would open what is left.
+//
+// It refuses a symbolic link, too: SQLite keeps the WAL beside the file that the link leads to, and
+// the functions here look beside path.
 func checkPath(path string) error {
 	database, _ := os.Lstat(path)
 	if database != nil && database.Mode().Type() == os.ModeSymlink {
 		return errors.New("it is a symbolic link: name the file that it leads to")
 	}
+	for _, pattern := range savedPaths(path, "????-??-??-??????") {
+		pattern = strings.ReplaceAll(pattern, "[", "?") // Glob would take [ for the begin of a range
+		if saved, _ := filepath.Glob(pattern); saved != nil {
+			return fmt.Errorf("a stop has saved all animals in %q: restore it, or rename or delete it", saved[0])
+		}
+	}
+
+	missing := func(file, left string) error {
+		return fmt.Errorf("%q is missing or empty: put it back beside %q, or delete that and lose animals",
+			file, left)
+	}
 	wal, _ := os.Stat(path + "-wal")
 	if (database == nil || database.Size() == 0) && wal != nil && wal.Size() > 0 {
-		return fmt.Errorf("there is a write-ahead log, %q, but no database", path+"-wal")
+		return missing(path, path+"-wal") // SQLite would delete the WAL
+	}
+	// SQLite makes the WAL before the -shm, and deletes it after that.
+	if shm, _ := os.Stat(path + "-shm"); shm != nil && wal == nil {
+		return missing(path+"-wal", path+"-shm")
 	}
 	return nil
-}
-
-// warnOfMissingWAL warns if there is a -shm without a WAL. SQLite makes both, and deletes the -shm
-// first, so the WAL was removed.
-func (s *store) warnOfMissingWAL() {
-	_, errWAL := os.Stat(s.path + "-wal")
-	_, errSHM := os.Stat(s.path + "-shm")
-	if errWAL != nil && errSHM == nil {
-		s.logger.Warn("the write-ahead log is missing: animals may be lost", "file", s.path+"-wal")
-	}
 }

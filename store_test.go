@@ -7,12 +7,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -94,17 +96,19 @@ func TestBatches(t *testing.T) {
 	const zoe = `{"name":"Zoe","categoryId":13}`
 	execSQL(t, s.file, `INSERT INTO pets (name, category_id) VALUES ('Zoe', 13);
 		CREATE UNIQUE INDEX one_of_13 ON pets (category_id) WHERE category_id = 13`)
+	s.create(rex, idempotencyKey("used")).want(t, 201)
 	before := len(readFile(t, s.file+"-wal"))
 	lockFor(t, s.file, 300*time.Millisecond)
 
-	// Each of 20 clients sends four requests at once, two of them with the same Idempotency-Key.
-	var replies [20]struct{ first, same, refused, withoutKey reply }
+	// Each of 20 clients sends five requests at once, two of them with the same Idempotency-Key.
+	var replies [20]struct{ first, same, refused, reused, withoutKey reply }
 	var requests sync.WaitGroup
 	for i := range replies {
 		r, k := &replies[i], fmt.Sprint(i)
 		requests.Go(func() { r.first = s.create(rex, idempotencyKey(k)) })
 		requests.Go(func() { r.same = s.create(rex, idempotencyKey(k)) })
 		requests.Go(func() { r.refused = s.create(zoe, idempotencyKey(k+"-zoe")) })
+		requests.Go(func() { r.reused = s.create(zoe, idempotencyKey("used")) })
 		requests.Go(func() { r.withoutKey = s.create(rex) })
 	}
 	requests.Wait()
@@ -115,21 +119,22 @@ func TestBatches(t *testing.T) {
 		}
 		r.first.want(t, 201)
 		r.same.wantRepeat(t, r.first)
-		r.refused.wantError(t, 400, "a rule in the database of the shop refuses this animal")
+		r.refused.wantError(t, 400, refused)
+		r.reused.want(t, 422)
 		r.withoutKey.want(t, 201)
 	}
 	s.log.wantText(t, "UNIQUE constraint failed")
-	// A transaction writes at least three pages of 4096 bytes to the WAL. So 40 transactions, one for
-	// each animal, would write 120 pages. But most animals wait for the lock, share the second or
-	// third transaction, and write some 20 pages.
+	// A transaction writes at least 3 pages of 4096 bytes to the WAL, so the 40 animals would write at
+	// least 120 pages if each had a transaction of its own. They wait for the lock, and share two or
+	// three transactions, of some 20 pages together.
 	if pages := (len(readFile(t, s.file+"-wal")) - before) / 4096; pages > 60 {
 		t.Fatalf("the WAL has grown by %d pages, want at most 60", pages)
 	}
-	wantPetCount(t, s.file, 41) // the first Zoe, and two of each client
+	wantPetCount(t, s.file, 42) // Zoe, the animal of the used key, and two of each client
 	// Only the keys of animals that were stored are kept.
-	wantSQL(t, s.file, "SELECT count(*) FROM idempotency_keys", "20")
+	wantSQL(t, s.file, "SELECT count(*) FROM idempotency_keys", "21")
 	wantSQL(t, s.file,
-		"SELECT count(*) FROM pets JOIN idempotency_keys ON id = response ->> 'id'", "20")
+		"SELECT count(*) FROM pets JOIN idempotency_keys ON id = response ->> 'id'", "21")
 }
 
 // TestLockedDatabase adds an animal while another program holds a lock: it gets 503, and reads do
@@ -139,20 +144,16 @@ func TestLockedDatabase(t *testing.T) {
 	s := newService(t)
 	unlock := lock(t, s.file)
 
-	var created atomic.Bool
-	var creates sync.WaitGroup
-	creates.Go(func() {
-		s.create(rex).wantError(t, 503, unavailable).wantHeader(t, "Retry-After", "1")
-		created.Store(true)
-	})
+	created := make(chan reply, 1)
+	go func() { created <- s.create(rex) }()
 	time.Sleep(200 * time.Millisecond) // now the create waits, for 2 seconds
 	s.get("/v1/pets/1").want(t, 404)
 	s.get("/v1/pets").want(t, 200).wantBody(t, "[]\n")
 	s.get("/healthz").want(t, 200)
-	if created.Load() {
+	if len(created) != 0 {
 		t.Fatal("the reads have waited for the create")
 	}
-	creates.Wait()
+	(<-created).wantError(t, 503, unavailable).wantHeader(t, "Retry-After", "1")
 	s.log.wantText(t, "level=ERROR", "database is locked")
 
 	unlock()
@@ -198,33 +199,37 @@ func TestFullDatabase(t *testing.T) {
 	s.create(rex).want(t, 201)
 }
 
-// TestFailedTransactions lets three transactions fail. Each animal must get 500, and not be stored.
-// The next one must be.
-//  1. COMMIT fails: a trigger adds a row that breaks a deferred constraint.
-//  2. The Idempotency-Key cannot be stored: a trigger calls fail() (see registerSQL).
-//  3. It cannot be looked up: a view that calls fail() is in place of the table. The view has the
-//     columns and triggers that the prepared statements need.
+// TestFailedTransactions lets transactions fail, each in another statement, which the cause in the log
+// tells. The animal must get 500, and not be stored. The next one must be.
 func TestFailedTransactions(t *testing.T) {
 	t.Parallel()
-	s := newService(t)
-	s.pragma(t, "foreign_keys = ON")
-	execSQL(t, s.file, `CREATE TABLE t (id REFERENCES pets DEFERRABLE INITIALLY DEFERRED);
-		CREATE TRIGGER rule AFTER INSERT ON pets BEGIN INSERT INTO t VALUES (-1); END`)
-	s.create(rex).want(t, 500)
-
-	execSQL(t, s.file, `DROP TRIGGER rule;
-		CREATE TRIGGER rule BEFORE INSERT ON idempotency_keys BEGIN SELECT fail(); END`)
-	s.create(rex, idempotencyKey("k")).want(t, 500)
-	s.create(rex).wantNew(t, 1)
-
-	execSQL(t, s.file, `DROP TABLE idempotency_keys;
-		CREATE VIEW idempotency_keys AS SELECT x'' AS caller, 'k' AS key, fail() AS created,
-			1 AS rowid, '' AS response;
-		CREATE TRIGGER i INSTEAD OF INSERT ON idempotency_keys BEGIN SELECT 1; END;
-		CREATE TRIGGER d INSTEAD OF DELETE ON idempotency_keys BEGIN SELECT 1; END`)
-	s.create(rex, idempotencyKey("k")).want(t, 500)
-	s.create(rex).wantNew(t, 2)
+	for _, c := range []struct{ name, breaking, cause string }{
+		{"the lookup of the Idempotency-Key", breakLookup, "the lookup has failed"},
+		{"the insert of the Idempotency-Key", `CREATE TRIGGER rule BEFORE INSERT ON idempotency_keys
+			BEGIN SELECT fail('the insert has failed'); END`, "the insert has failed"},
+		{"COMMIT", `CREATE TABLE t (id REFERENCES pets DEFERRABLE INITIALLY DEFERRED);
+			CREATE TRIGGER rule AFTER INSERT ON pets WHEN new.name = 'Rex'
+			BEGIN INSERT INTO t VALUES (-1); END`, "FOREIGN KEY constraint failed"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			s := newService(t)
+			s.pragma(t, "foreign_keys = ON")
+			execSQL(t, s.file, c.breaking)
+			s.create(rex, idempotencyKey("k")).want(t, 500)
+			s.log.wantText(t, "level=ERROR", c.cause)
+			s.create(petNamed("Mia")).wantNew(t, 1)
+		})
+	}
 }
+
+// breakLookup puts a view in the place of the table of Idempotency-Keys, which fails when it is read.
+// It has the columns and triggers that the other prepared statements need.
+const breakLookup = `DROP TABLE idempotency_keys;
+	CREATE VIEW idempotency_keys AS SELECT x'' AS caller, 'k' AS key, 1 AS rowid, '' AS response,
+		fail('the lookup has failed') AS created;
+	CREATE TRIGGER i INSTEAD OF INSERT ON idempotency_keys BEGIN SELECT 1; END;
+	CREATE TRIGGER d INSTEAD OF DELETE ON idempotency_keys BEGIN SELECT 1; END`
 
 // TestFailedReads lists and fetches two animals, of which the second cannot be read. A response
 // that would have it must be a 500. Each list must give its connection back, or there would be none
@@ -232,8 +237,8 @@ func TestFailedTransactions(t *testing.T) {
 func TestFailedReads(t *testing.T) {
 	t.Parallel()
 	for expression, cause := range map[string]string{ // of the second name
-		"fail()": "a mistake", // see registerSQL
-		"NULL":   "converting NULL to string is unsupported",
+		"fail('a mistake')": "a mistake", // see registerSQL
+		"NULL":              "converting NULL to string is unsupported",
 	} {
 		s := newService(t)
 		addPets(t, s.file, 2)
@@ -274,7 +279,7 @@ func TestPanicInSQLite(t *testing.T) {
 		if resp := p.do(request, rex); resp.err == nil {
 			t.Fatalf("%s = %d, want no response", request, resp.status)
 		}
-		if status := p.wait(); status != 1 {
+		if status := p.wait(t); status != 1 {
 			t.Fatalf("after %s, the exit status is %d, want 1", request, status)
 		}
 		p.log.wantText(t, `level=ERROR msg="panic in the store" panic="a mistake" stack=`, "store.go:")
@@ -288,26 +293,25 @@ func (s *service) pragma(t testing.TB, pragma string) {
 	must(t, err)
 }
 
-// registerSQL adds three SQL functions to SQLite: sleep_1s sleeps for a second and is true, fail
-// returns an error, and panic_now panics.
+// registerSQL adds three SQL functions to SQLite: sleep_1s() sleeps for a second and is true,
+// fail(message) returns an error, and panic_now() panics.
 func registerSQL() {
-	for name, f := range map[string]func() error{
-		"sleep_1s":  func() error { time.Sleep(time.Second); return nil },
-		"fail":      func() error { return errors.New("a mistake") },
-		"panic_now": func() error { panic("a mistake") },
-	} {
-		sqlite.MustRegisterScalarFunction(name, 0,
-			func(*sqlite.FunctionContext, []driver.Value) (driver.Value, error) { return int64(1), f() })
+	register := func(name string, args int32, f func(args []driver.Value) error) {
+		sqlite.MustRegisterScalarFunction(name, args,
+			func(_ *sqlite.FunctionContext, args []driver.Value) (driver.Value, error) {
+				return int64(1), f(args)
+			})
 	}
+	register("sleep_1s", 0, func([]driver.Value) error { time.Sleep(time.Second); return nil })
+	register("fail", 1, func(args []driver.Value) error { return errors.New(args[0].(string)) })
+	register("panic_now", 0, func([]driver.Value) error { panic("a mistake") })
 }
-
-// The database file.
 
 // TestNamesOfDatabases opens databases whose names have characters with a meaning in URLs or
 // SQLite: the file must have just this name.
 func TestNamesOfDatabases(t *testing.T) {
 	t.Parallel()
-	for _, name := range []string{"file:x", "a?mode=memory", "a#b", "100%", "%41", "a b&c", `ä"'`} {
+	for _, name := range []string{"file:x", "a?mode=memory", "a#b", "100%", "%41", "a b&c", `ä"'`, "[a]"} {
 		dir := t.TempDir()
 		s := openService(t, filepath.Join(dir, name))
 		s.log.wantText(t, `level=WARN msg="the database is new and empty"`)
@@ -315,7 +319,11 @@ func TestNamesOfDatabases(t *testing.T) {
 		must(t, s.close())
 
 		wantOnly(t, dir, name)
-		openService(t, s.file).log.wantNoText(t, "new and empty")
+		again := openService(t, s.file)
+		again.log.wantNoText(t, "new and empty")
+		must(t, again.close())
+		writeFile(t, s.file+".rescued-2026-01-02-030405", "")
+		wantNoStart(t, s.file, "a stop has saved all animals in ")
 	}
 }
 
@@ -334,6 +342,8 @@ func TestSchema(t *testing.T) {
 		"INSERT INTO pets (name, category_id) VALUES ('" + longest + "é', 1)",
 		"INSERT INTO pets (id, name, category_id) VALUES (0, 'x', 1)",
 		"UPDATE pets SET name = ''",
+		"UPDATE pets SET name = NULL",
+		"UPDATE pets SET status = NULL",
 		"UPDATE pets SET name = x'00'",
 		"UPDATE pets SET category_id = 1.5",
 		"UPDATE pets SET category_id = NULL",
@@ -453,95 +463,113 @@ func TestMissingTable(t *testing.T) {
 	s.log.wantText(t, `error="`+unavailable+`: SQL logic error: no such table: pets (1)"`)
 
 	must(t, s.close())
-	_, err := openStore(s.file, s.log.logger())
-	if want := "SQL logic error: no such table: pets (1)"; err == nil || err.Error() != want {
-		t.Fatalf("openStore = %v, want %s", err, want)
-	}
+	wantNoStart(t, s.file, "SQL logic error: no such table: pets (1)")
 }
 
-// TestMovedDatabase moves the database of a running service, puts it back, and moves it again while
-// a create waits for a lock. Creates must get 503 while it is away. After a stop, the moved
-// database must have all animals, and a new one in its place must have none.
-func TestMovedDatabase(t *testing.T) {
+// TestMovedFiles moves each file of a running service away, and puts it back. Creates must get 503
+// while it is away.
+func TestMovedFiles(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	s.create(rex).want(t, 201)
-	must(t, os.Rename(s.file, s.file+".away"))
-	wantNotInItsPlace(t, s)
+	for _, suffix := range fileSuffixes {
+		must(t, os.Rename(s.file+suffix, s.file+".away"))
+		wantNotInItsPlace(t, s)
+		must(t, os.Rename(s.file+".away", s.file+suffix))
+		s.get("/healthz").want(t, 200)
+		s.create(rex).want(t, 201)
+	}
+	must(t, s.close())
+	wantPetCount(t, s.file, 4)
+}
 
-	must(t, os.Rename(s.file+".away", s.file))
-	s.get("/healthz").want(t, 200)
+// TestStopBesideMisplacedFiles lets a service lose its files by a command of an operator, and stops it,
+// with and without another program that has the database open. All animals must be in the copy that
+// the stop has saved or, if it has saved none, in the database. A start beside a copy is refused.
+func TestStopBesideMisplacedFiles(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		command string // runs in the folder of animals.db
+		heals   bool   // SQLite brings all animals to the database if no other program has it open
+	}{
+		{"mv animals.db moved", false},
+		{"rm animals.db", false},
+		{"cp animals.db new; mv new animals.db", false},
+		{"mv animals.db-wal moved", true},
+		{"rm animals.db-wal", true},
+		{"rm animals.db-shm", true},
+		{"rm animals.db*", false},
+		{"mv ../folder ../moved", false},
+		{"rm -r ../folder", false},
+	} {
+		for _, other := range []bool{false, true} {
+			t.Run(fmt.Sprint(c.command, ", another program: ", other), func(t *testing.T) {
+				t.Parallel()
+				folder := filepath.Join(t.TempDir(), "folder")
+				must(t, os.Mkdir(folder, 0o700))
+				s := openService(t, filepath.Join(folder, "animals.db"))
+				s.create(rex).want(t, 201)
+				if other {
+					_, err := connect(t, s.file).Exec("SELECT * FROM pets") // the connection stays open
+					must(t, err)
+				}
+
+				command := exec.Command("sh", "-c", c.command)
+				command.Dir = folder
+				must(t, command.Run())
+				wantNotInItsPlace(t, s)
+				if err := s.close(); err == nil && c.heals {
+					wantPetCount(t, s.file, 1)
+				} else if !c.heals || other {
+					wantSaved(t, s.file, err, 1)
+				} else {
+					t.Fatal(err)
+				}
+			})
+		}
+	}
+}
+
+// wantSaved checks that the error of a stop names a copy, that this has so many animals, and that a
+// start beside it is refused.
+func wantSaved(t *testing.T, file string, stopped error, count int) (saved string) {
+	t.Helper()
+	_, quoted, found := strings.Cut(fmt.Sprint(stopped), "all its animals are in ")
+	saved, err := strconv.Unquote(quoted)
+	if !found || err != nil {
+		t.Fatalf("the stop = %v, want the name of a copy", stopped)
+	}
+	wantPetCount(t, saved, count)
+	wantNoStart(t, file, "a stop has saved all animals in "+quoted)
+	return saved
+}
+
+// wantNoStart checks that the store cannot be opened, with this message.
+func wantNoStart(t *testing.T, file, message string) {
+	t.Helper()
+	_, err := openStore(file, slog.New(slog.DiscardHandler))
+	if err == nil || !strings.Contains(err.Error(), message) {
+		t.Fatalf("openStore = %v, want %s", err, message)
+	}
+}
+
+// TestMoveDuringACreate moves the database while a create waits for a lock: it must get 503. The stop
+// must empty the WAL, which would damage the next database at the path.
+func TestMoveDuringACreate(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
 	s.create(rex).want(t, 201)
-
 	unlock := lock(t, s.file)
 	time.AfterFunc(200*time.Millisecond, func() {
 		os.Rename(s.file, s.file+".away")
 		unlock()
 	})
 	s.create(rex).wantError(t, 503, unavailable)
-	wantNotInItsPlace(t, s)
-	must(t, s.close())
-	wantPetCount(t, s.file+".away", 2)
+
+	must(t, os.Remove(wantSaved(t, s.file, s.close(), 1)))
+	wantPetCount(t, s.file+".away", 1)
 	must(t, openService(t, s.file).close()) // makes a new database
 	wantPetCount(t, s.file, 0)
-}
-
-// TestReplacedDatabase moves a backup to the place of the database. After a stop, each of the two
-// must have its own animals.
-func TestReplacedDatabase(t *testing.T) {
-	t.Parallel()
-	s := newService(t)
-	s.create(rex).want(t, 201)
-	must(t, backup(t.Context(), s.file, s.file+".backup"))
-	s.create(rex).want(t, 201)
-
-	must(t, os.Rename(s.file, s.file+".away"))
-	must(t, os.Rename(s.file+".backup", s.file))
-	wantNotInItsPlace(t, s)
-	must(t, s.close())
-	wantPetCount(t, s.file+".away", 2)
-	wantPetCount(t, s.file, 1)
-}
-
-// TestMovedWAL moves the WAL of a running service, or its index: creates must get 503, until the
-// file is put back. Then the test deletes the file. SQLite still has it open, and copies the WAL to
-// the database when the service stops. So nothing must be lost.
-func TestMovedWAL(t *testing.T) {
-	t.Parallel()
-	for _, suffix := range []string{"-wal", "-shm"} {
-		t.Run(suffix, func(t *testing.T) {
-			t.Parallel()
-			s := newService(t)
-			s.create(rex).want(t, 201)
-			must(t, os.Rename(s.file+suffix, s.file+".away"))
-			wantNotInItsPlace(t, s)
-			must(t, os.Rename(s.file+".away", s.file+suffix))
-			s.create(rex).want(t, 201)
-
-			must(t, os.Remove(s.file+suffix))
-			wantNotInItsPlace(t, s)
-			must(t, s.close())
-			wantPetCount(t, s.file, 2)
-		})
-	}
-}
-
-// TestStopBesideAMovedWAL moves the WAL, and stops the service while another program has the
-// database open. The service is not the last to close, so SQLite leaves the WAL as it is. The stop
-// must leave it, too: the other program may have begun a new WAL, and pages of two WALs damage a
-// database.
-func TestStopBesideAMovedWAL(t *testing.T) {
-	t.Parallel()
-	s := newService(t)
-	s.create(rex).want(t, 201)
-	_, err := connect(t, s.file).Exec("SELECT * FROM pets") // the connection stays open
-	must(t, err)
-
-	must(t, os.Rename(s.file+"-wal", s.file+".away"))
-	must(t, s.close())
-	if readFile(t, s.file+".away") == "" {
-		t.Fatal("the stop has emptied the WAL")
-	}
 }
 
 // wantNotInItsPlace checks that a service refuses to add animals, and logs why, but returns them.
@@ -564,12 +592,16 @@ func TestListsOfAMovedDatabase(t *testing.T) {
 		CREATE VIEW pets AS SELECT * FROM fast WHERE sleep_1s()`)
 	must(t, os.Rename(s.file, s.file+".away"))
 
+	begun := time.Now()
 	var replies [4]reply
 	var lists sync.WaitGroup
 	for i := range replies {
 		lists.Go(func() { replies[i] = s.get("/v1/pets") })
 	}
 	lists.Wait()
+	if took := time.Since(begun); took >= 4*time.Second {
+		t.Fatalf("the lists took %v: each has waited for the one before", took)
+	}
 	for _, r := range replies {
 		r.want(t, 200).
 			wantBody(t, `[{"id":1,"name":"Rex","categoryId":7,"status":"available"}]`+"\n")
@@ -588,36 +620,26 @@ func TestIdleReaders(t *testing.T) {
 	})
 }
 
-// TestStartAfterKill opens the database of a program that was killed: the start must sync the WAL
-// by a commit, because the newest animals may not be on disk. It must warn if the WAL is missing,
-// but not after a stop, which deletes it.
+// TestStartAfterKill opens the database of a program that was killed: without the WAL, the start must
+// be refused. With it, the start must sync it by a commit, because the newest animals may not be on
+// disk.
 func TestStartAfterKill(t *testing.T) {
 	t.Parallel()
-	const warning = `level=WARN msg="the write-ahead log is missing: animals may be lost"`
 	file := newFile(t)
-	startAndKill(t, file)
-	must(t, os.Remove(file+"-wal"))
-	s := openService(t, file)
-	s.log.wantText(t, warning)
-	must(t, s.close())
-
-	startAndKill(t, file).wantNoText(t, warning)
-	before := readFile(t, file+"-wal")
-	openService(t, file).log.wantNoText(t, warning)
-	if readFile(t, file+"-wal") == before {
-		t.Fatal("the start has committed nothing")
-	}
-}
-
-// startAndKill starts the program on a database, adds an animal, and kills the program. It returns
-// the log of the program.
-func startAndKill(t *testing.T, file string) *logBuffer {
-	t.Helper()
 	p := start(t, file, withAPIKey)
 	p.create(rex).want(t, 201)
 	p.cmd.Process.Kill()
-	p.wait()
-	return &p.log
+	p.wait(t)
+
+	must(t, os.Rename(file+"-wal", file+".away"))
+	wantNoStart(t, file, `animals.db-wal" is missing or empty: put it back beside `)
+	must(t, os.Rename(file+".away", file+"-wal"))
+	before := readFile(t, file+"-wal")
+	openService(t, file)
+	if readFile(t, file+"-wal") == before {
+		t.Fatal("the start has committed nothing")
+	}
+	wantPetCount(t, file, 1)
 }
 
 // TestBackup makes a backup of a running service, and runs another service on the copy.
@@ -636,6 +658,7 @@ func TestBackup(t *testing.T) {
 	}
 	wantOnly(t, dir)
 
+	lock(t, s.file) // a backup needs no write lock
 	if status := run(t.Context(), args, os.LookupEnv, io.Discard); status != 0 {
 		t.Fatalf("-backup = %d, want 0", status)
 	}
