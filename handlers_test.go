@@ -14,7 +14,6 @@ import (
 
 // Messages of errors of the handlers.
 const (
-	limitRule  = "limit must be an integer from 1 to 100"
 	afterRule  = "after must be an integer from 0 to 9223372036854775807"
 	statusRule = "status must be one of available, pending, sold, or be left out"
 	nameRule   = "name must be a string of 1 to 255 characters, not all white space, " +
@@ -417,6 +416,7 @@ func TestClientThatIsGone(t *testing.T) {
 }
 
 // FuzzCreatePet adds an animal with any body. It must be refused, or come back as it was sent.
+// (TestCreatePet shows which bodies must not be refused.)
 func FuzzCreatePet(f *testing.F) {
 	for _, body := range []string{
 		rex,

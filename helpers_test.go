@@ -21,8 +21,9 @@ import (
 	"time"
 )
 
-// This file has the helpers that several test files share. A test file has the tests of the file that
-// it is named after, and their own helpers.
+// This file has the helpers that several test files share. Each of the others has the tests of a file
+// of the program, and their own helpers; handlers_test.go also has those of auth.go, and main_test.go
+// those that run the whole program.
 //
 // Most tests send requests to a service that runs in the process of the test, on a database file of
 // its own. SQL that a test runs on this file stands for another program:
@@ -40,14 +41,18 @@ import (
 //   - wantNew and wantRepeat: a create has got the animal with this id, or the first response.
 //   - wantSQL and wantPetCount: the database has this value, or so many animals and no damage.
 //
-// Other tests serve connections in memory, under a fake clock (inMemory in server_test.go), or run
-// the program as a process (start in main_test.go).
+// Other tests serve connections in memory, under a fake clock (inMemory in server_test.go), start the
+// program as a process (start in main_test.go), or call run or openStore.
 
 // rex is a body that adds an animal.
 const rex = `{"name":"Rex","categoryId":7}`
 
+// petNamed returns a body that adds an animal with this name.
+func petNamed(name string) string { return fmt.Sprintf(`{"name":%q,"categoryId":1}`, name) }
+
 // Messages of errors.
 const (
+	limitRule    = "limit must be an integer from 1 to 100"
 	unauthorized = "send a valid API key, in one header Authorization: Bearer API_KEY; " +
 		"GET /openapi.json describes this interface"
 	refused     = "a rule in the database of the shop refuses this animal"
@@ -196,9 +201,9 @@ func (r reply) wantErrorShape(t testing.TB) {
 	if statusByCode[e.Code] != r.status || e.Message == "" || e.Status != r.status {
 		t.Fatalf("%s = %d %s, want an Error", r.request(), r.status, r.body)
 	}
-	// Two codes have the status 400, and two have 404.
-	if (e.Code == "refused") != (e.Message == refused) ||
-		(e.Code == "not_found") != (e.Message == noAnimal) {
+	// Two codes have the status 400, and two have 404. The message tells which one is right.
+	isRefused, isNotFound := e.Message == refused, e.Message == noAnimal
+	if (e.Code == "refused") != isRefused || (e.Code == "not_found") != isNotFound {
 		t.Fatalf("%s = %s, want another code", r.request(), r.body)
 	}
 	if r.status >= 500 && e.Message != "internal error" && e.Message != unavailable {

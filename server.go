@@ -285,7 +285,7 @@ func (c jsonErrorConn) Write(b []byte) (int, error) {
 	}
 
 	id := rand.Text()
-	c.logger.Info("request",
+	c.logger.Info("request", // at INFO also from 500 on, because it is the client's fault
 		"id", id,
 		"client", c.RemoteAddr(),
 		"status", response.StatusCode,

@@ -147,6 +147,11 @@ func TestLateReading(t *testing.T) {
 // the others, and be logged.
 func TestInvalidHTTP(t *testing.T) {
 	t.Parallel()
+	t.Cleanup(func() { // when all cases have ended
+		if serviceHeader.Get("X-Request-Id") != "" {
+			t.Error("a response has changed serviceHeader, which all responses share")
+		}
+	})
 	for _, c := range []struct {
 		name, request string
 		status        int
@@ -176,9 +181,6 @@ func TestInvalidHTTP(t *testing.T) {
 				s.log.wantText(t, "level=INFO msg=request id="+resp.header.Get("X-Request-Id")+
 					" client=pipe ", c.message)
 				conn.wantClosed(t)
-				if serviceHeader.Get("X-Request-Id") != "" {
-					t.Fatal("the response has changed serviceHeader, which all responses share")
-				}
 			})
 		})
 	}
@@ -196,7 +198,7 @@ func TestRawRequests(t *testing.T) {
 	body := func(size int) string { return strings.Repeat("x", size) }
 	// chunk begins a chunk of so many bytes (RFC 9112).
 	chunk := func(size int) string { return fmt.Sprintf("%x\r\n", size) }
-	const put = "PUT /v1/pets HTTP/1.1"
+	const put, chunked = "PUT /v1/pets HTTP/1.1", "Transfer-Encoding: chunked"
 	// expecting is a create that waits for 100 Continue before it sends a body of so many bytes.
 	expecting := func(size int) string {
 		return request("POST /v1/pets HTTP/1.1", "Authorization: Bearer "+testKey,
@@ -208,24 +210,26 @@ func TestRawRequests(t *testing.T) {
 		want       string // the begin of what the client receives
 		cutOff     bool   // the connection is closed before the client has sent all
 	}{
-		{name: "OPTIONS * needs an API key", sent: request("OPTIONS * HTTP/1.1"), want: "HTTP/1.1 401 "},
-		{name: "15 KiB of headers are accepted", want: "HTTP/1.1 200 ",
-			sent: request("GET /healthz HTTP/1.1", "X: "+body(15<<10))},
-		{name: "a body of up to 1 MiB is read", want: "HTTP/1.1 401 ",
-			sent: request(put, "Content-Length: 1000000") + body(1000000)},
-		{name: "it is read in HTTP/1.0, too",
+		{name: "OPTIONS * needs an API key",
+			sent: request("OPTIONS * HTTP/1.1"), want: "HTTP/1.1 401 "},
+		{name: "15 KiB of headers are accepted",
+			sent: request("GET /healthz HTTP/1.1", "X: "+body(15<<10)), want: "HTTP/1.1 200 "},
+		{name: "a body of up to 1 MiB is read",
+			sent: request(put, "Content-Length: 1000000") + body(1000000), want: "HTTP/1.1 401 "},
+		{name: "a body in HTTP/1.0 is read",
 			sent: request("PUT / HTTP/1.0", "Content-Length: 1000000") + body(1000000),
 			want: "HTTP/1.0 401 "},
-		{name: "it is read in chunks, too", sent: request(put, "Transfer-Encoding: chunked") +
-			chunk(500000) + body(500000) + "\r\n" + chunk(0) + "\r\n", want: "HTTP/1.1 401 "},
-		{name: "a body that is declared to be larger is not waited for",
+		{name: "a body in chunks is read",
+			sent: request(put, chunked) + chunk(500000) + body(500000) + "\r\n" + chunk(0) + "\r\n",
+			want: "HTTP/1.1 401 "},
+		{name: "a body that is declared to be larger than 1 MiB is not waited for",
 			sent: request(put, "Content-Length: 2000000"), want: "HTTP/1.1 401 "},
-		{name: "no more than 1 MiB of a larger chunk is read", want: "HTTP/1.1 401 ", cutOff: true,
-			sent: request(put, "Transfer-Encoding: chunked") + chunk(3<<20) + body(3<<20)},
+		{name: "no more than 1 MiB of a larger chunk is read",
+			sent: request(put, chunked) + chunk(3<<20) + body(3<<20), want: "HTTP/1.1 401 ", cutOff: true},
 		{name: "a client that waits for 100 gets it, and its refusal",
 			sent: expecting(500000) + body(500000),
 			want: "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 413 "},
-		{name: "not if its body is declared to be larger than 1 MiB",
+		{name: "a client that waits for 100 for more than 1 MiB gets only its refusal",
 			sent: expecting(3000000), want: "HTTP/1.1 413 "},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -413,27 +417,27 @@ func (s *memoryService) wantStopped(t *testing.T, begun time.Time, want time.Dur
 }
 
 // dial opens a connection, which is closed at the end of the test.
-func (s *memoryService) dial(t *testing.T) *conn {
+func (s *memoryService) dial(t *testing.T) *clientConn {
 	ours, theirs := net.Pipe()
 	t.Cleanup(func() { ours.Close() })
 	s.listener.conns <- theirs
-	return &conn{ours, bufio.NewReader(ours)}
+	return &clientConn{ours, bufio.NewReader(ours)}
 }
 
-// conn is a client's end of a connection. A Write returns when the service has read all of it.
-type conn struct {
+// clientConn is a client's end of a connection. A Write returns when the service has read all of it.
+type clientConn struct {
 	net.Conn
 	reader *bufio.Reader
 }
 
-func (c *conn) send(t *testing.T, text string) {
+func (c *clientConn) send(t *testing.T, text string) {
 	t.Helper()
 	_, err := io.WriteString(c, text)
 	must(t, err)
 }
 
 // receive reads a response. It does not know the request, so want does not look into openapi.json.
-func (c *conn) receive(t *testing.T) reply {
+func (c *clientConn) receive(t *testing.T) reply {
 	t.Helper()
 	resp, err := http.ReadResponse(c.reader, nil)
 	must(t, err)
@@ -444,13 +448,13 @@ func (c *conn) receive(t *testing.T) reply {
 }
 
 // receiveAll reads until the service closes the connection.
-func (c *conn) receiveAll() string {
+func (c *clientConn) receiveAll() string {
 	received, _ := io.ReadAll(c.reader)
 	return string(received)
 }
 
 // wantClosed checks that the service has closed the connection.
-func (c *conn) wantClosed(t *testing.T) {
+func (c *clientConn) wantClosed(t *testing.T) {
 	t.Helper()
 	begun := time.Now()
 	if got := c.receiveAll(); got != "" || time.Since(begun) > time.Second {

@@ -114,21 +114,6 @@ type store struct {
 	next   *batch     // new creations join it, until commit replaces it; never nil
 }
 
-// exitOnPanic, deferred, ends the program with status 1 after a panic in list, get or commit.
-//
-// After a panic in Query or Exec, the connection and its locks stay in use for ever. A deferred
-// tx.Rollback would wait for them for ever, so inTx does not defer it. A deferred rows.Close does
-// not wait.
-//
-// If commit panics, sync.Once.Do returns to all other creates of the batch as if commit had
-// succeeded, and they would return pets that are not stored.
-func (s *store) exitOnPanic() {
-	if p := recover(); p != nil {
-		s.logger.Error("panic in the store", "panic", p, "stack", string(debug.Stack()))
-		os.Exit(1)
-	}
-}
-
 // list returns the pets that o selects, by ascending id. Its error may be errUnavailable.
 func (s *store) list(o listOptions) ([]Pet, error) {
 	defer s.exitOnPanic()
@@ -298,6 +283,21 @@ func (c *creation) replay(response []byte) {
 	}
 }
 
+// exitOnPanic, deferred, ends the program with status 1 after a panic in list, get or commit.
+//
+// After a panic in Query or Exec, the connection and its locks stay in use for ever. A deferred
+// tx.Rollback would wait for them for ever, so inTx does not defer it. A deferred rows.Close does
+// not wait.
+//
+// If commit panics, sync.Once.Do returns to all other creates of the batch as if commit had
+// succeeded, and they would return pets that are not stored.
+func (s *store) exitOnPanic() {
+	if p := recover(); p != nil {
+		s.logger.Error("panic in the store", "panic", p, "stack", string(debug.Stack()))
+		os.Exit(1)
+	}
+}
+
 // openStore opens the database at path. If that is missing or empty, it makes one, with a warning.
 func openStore(path string, logger *slog.Logger) (*store, error) {
 	s := &store{
@@ -353,9 +353,9 @@ func (s *store) open() error {
 	return nil
 }
 
-// syncWAL brings the whole WAL to disk before there are requests. A killed process may have left
-// pets in it that are only in the memory of the system. SQLite reads them all the same, and a
-// repeat of their creates would get a 201.
+// syncWAL brings the whole WAL to disk before there are requests. A process that was killed may have
+// written pets to it that it could not sync. SQLite reads them from the cache of the system, so a
+// repeat of their creates would get a 201, although a loss of power could still lose them.
 //
 // A commit syncs the WAL, even this one: it writes the schema version once more. In a new database,
 // it also creates the WAL and the -shm.
@@ -454,7 +454,7 @@ var migrations = []string{
 	) STRICT, WITHOUT ROWID;
 	CREATE INDEX idempotency_keys_by_age ON idempotency_keys (created);`,
 
-	// Version 1 had each pet in pets_by_status and, in columns, in idempotency_keys, too.
+	// Version 1 kept two more copies of each pet: in pets_by_status, and in idempotency_keys.
 	`DROP INDEX pets_by_status;
 	CREATE INDEX pets_by_status ON pets (status);
 
@@ -616,7 +616,8 @@ func newPool(path, mode string, size int) *sql.DB {
 	query := url.Values{ // see https://pkg.go.dev/modernc.org/sqlite#Driver.Open
 		"mode":      {mode},
 		"_error_rc": {"1"}, // errors have their own message, and not that of an earlier error
-		// BEGIN waits for the write lock. An INSERT after a SELECT would fail without waiting.
+		// BEGIN waits for the write lock. After a plain BEGIN and a SELECT, an INSERT would not wait,
+		// but fail.
 		"_txlock": {"immediate"},
 		"_pragma": {
 			fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()),
@@ -680,15 +681,16 @@ func (s *store) checkFiles(suffixes ...string) error {
 }
 
 // closeMisplaced closes the store while a file is not in its place, which cause says. It saves a
-// copy of the database first, and returns an error that names the copy.
+// copy of the database first. Its error names the copy, or says why there is none.
 //
-// If only the -wal or the -shm was removed, SQLite may still copy the WAL to the database when it
-// closes that. Then no animal is missing, and closeMisplaced deletes the copy, with a warning.
+// If only the -wal or the -shm was removed, SQLite still copies the WAL to the database when the
+// last connection closes. If no animal is missing then, closeMisplaced deletes the copy, logs a
+// warning, and returns nil.
 func (s *store) closeMisplaced(cause error) error {
 	saved, err := s.saveCopy()
 	if s.checkFiles("") != nil {
-		// SQLite would leave the WAL of a moved database behind. It would apply that to the next
-		// database at the path, and damage it. This empties the WAL, unless another program reads.
+		// SQLite leaves the WAL of a moved database behind, and would apply it to the next database
+		// at the path, and damage that. So empty the WAL. (If another program reads it, it stays.)
 		s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)")
 	}
 	s.readers.Close()
@@ -704,10 +706,12 @@ func (s *store) closeMisplaced(cause error) error {
 	return fmt.Errorf("%w; all its animals are in %q", cause, saved)
 }
 
-// saveCopy saves a copy of the open database at the first of savedPaths where that is possible, and
-// returns its name.
+// saveCopy saves a copy of the open database in the first of saveFolders where that is possible, and
+// returns its path.
 func (s *store) saveCopy() (saved string, err error) {
-	for _, saved = range savedPaths(s.path, time.Now().UTC().Format("2006-01-02-150405")) {
+	name := filepath.Base(s.path) + savedInfix + time.Now().UTC().Format("2006-01-02-150405")
+	for _, folder := range saveFolders(s.path) {
+		saved = filepath.Join(folder, name)
 		if err = copyTo(context.Background(), s.writer, saved); err == nil {
 			break
 		}
@@ -715,13 +719,16 @@ func (s *store) saveCopy() (saved string, err error) {
 	return saved, err
 }
 
-// savedPaths returns where a stop at this time may save a copy of the database at path: in its
-// folder or, if that is gone or full, in the one above, or in the working directory, which
-// animalstore.service sets to the folder of the backups.
-func savedPaths(path, time string) []string {
-	folder, name := filepath.Dir(path), filepath.Base(path)+".rescued-"+time
-	here, _ := filepath.Abs(name) // fails if the working directory is gone
-	return []string{filepath.Join(folder, name), filepath.Join(folder, "..", name), here}
+// savedInfix is in the name of a saved copy, between the name of the database and the time.
+const savedInfix = ".rescued-"
+
+// saveFolders returns where a stop may save a copy of the database at path: in its folder or, if that
+// is gone or full, in the one above, or in the working directory. (For systemd, that is the folder of
+// the backups: see deploy/animalstore.service.)
+func saveFolders(path string) []string {
+	folder := filepath.Dir(path)
+	workingDirectory, _ := os.Getwd() // fails if that is gone
+	return []string{folder, filepath.Join(folder, ".."), workingDirectory}
 }
 
 // hasAll reports whether the database at path has all rows of the database saved.
@@ -747,8 +754,9 @@ func checkPath(path string) error {
 	if database != nil && database.Mode().Type() == os.ModeSymlink {
 		return errors.New("it is a symbolic link: name the file that it leads to")
 	}
-	for _, pattern := range savedPaths(path, "????-??-??-??????") {
-		pattern = strings.ReplaceAll(pattern, "[", "?") // Glob would take [ for the begin of a range
+	for _, folder := range saveFolders(path) {
+		pattern := filepath.Join(folder, filepath.Base(path)+savedInfix+"????-??-??-??????")
+		pattern = strings.ReplaceAll(pattern, "[", "?") // for Glob, [ begins a class of characters
 		if saved, _ := filepath.Glob(pattern); saved != nil {
 			return fmt.Errorf("a stop has saved all animals in %q: restore it, or rename or delete it", saved[0])
 		}
