@@ -21,9 +21,9 @@ import (
 	"time"
 )
 
-// This file has the helpers that several test files share. Each of the others has the tests of a file
-// of the program, and their own helpers; handlers_test.go also has those of auth.go, and main_test.go
-// those that run the whole program.
+// This file has the helpers that several test files share. Each of the others has the tests of a
+// file of the program, and their own helpers; handlers_test.go also has those of auth.go, and
+// main_test.go those that run the whole program.
 //
 // Most tests send requests to a service that runs in the process of the test, on a database file of
 // its own. SQL that a test runs on this file stands for another program:
@@ -41,8 +41,8 @@ import (
 //   - wantNew and wantRepeat: a create has got the animal with this id, or the first response.
 //   - wantSQL and wantPetCount: the database has this value, or so many animals and no damage.
 //
-// Other tests serve connections in memory, under a fake clock (inMemory in server_test.go), start the
-// program as a process (start in main_test.go), or call run or openStore.
+// Other tests serve connections in memory, under a fake clock (inMemory in server_test.go), start
+// the program as a process (start in main_test.go), or call run or openStore.
 
 // rex is a body that adds an animal.
 const rex = `{"name":"Rex","categoryId":7}`

@@ -292,8 +292,9 @@ func TestSignals(t *testing.T) {
 	wantPetCount(t, file, int(created.Load()))
 }
 
-// TestStopWithoutFolders stops the program after its database was deleted, with the two folders where
-// the stop would save a copy. It must save one in its working directory, and end with status 1.
+// TestStopWithoutFolders stops the program after its database was deleted, with the two folders
+// where the stop would save a copy. It must save one in its working directory, and end with status
+// 1.
 func TestStopWithoutFolders(t *testing.T) {
 	t.Parallel()
 	folder := filepath.Join(t.TempDir(), "above", "folder")
@@ -395,8 +396,8 @@ type process struct {
 }
 
 // start starts the program with a database file, an environment and more args, in a new folder, and
-// waits until it serves. The program is killed at the end of the test: t.Context ends then, before the
-// cleanups.
+// waits until it serves. The program is killed at the end of the test: t.Context ends then, before
+// the cleanups.
 func start(t testing.TB, file string, e env, args ...string) *process {
 	t.Helper()
 	args = append([]string{"-addr", "127.0.0.1:0", "-db", file}, args...)
@@ -439,8 +440,8 @@ func start(t testing.TB, file string, e env, args ...string) *process {
 	return p
 }
 
-// wait waits until the process has ended, for at most 20 seconds, and returns its exit status: -1 if a
-// signal has killed it.
+// wait waits until the process has ended, for at most 20 seconds, and returns its exit status: -1
+// if a signal has killed it.
 func (p *process) wait(t testing.TB) (status int) {
 	t.Helper()
 	select {

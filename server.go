@@ -133,8 +133,9 @@ func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h hand
 	}
 	// Many clients send the whole body before they read the response, and would miss it if the
 	// connection closed meanwhile. So first read the rest of the body, unless Content-Length says
-	// that it is too large. (It is -1 for a chunked body.) A client that waits for 100 Continue gets
-	// that now. net/http itself would read less, and nothing on a connection that it then closes.
+	// that it is too large. (It is -1 for a chunked body.) A client that waits for 100 Continue
+	// gets that now. net/http itself would read less, and nothing on a connection that it then
+	// closes.
 	if r.ContentLength <= maxDiscard {
 		io.CopyN(io.Discard, r.Body, maxDiscard)
 	}

@@ -65,9 +65,9 @@ func TestPanicInAHandler(t *testing.T) {
 }
 
 // The tests of connections run on a service that serves in memory, under the fake clock of
-// testing/synctest (see inMemory). The clock stands still while anything runs, and otherwise goes on
-// to what happens next: a test that lets hours pass takes no time. The connections are pipes, which
-// hold nothing: a write returns when the other end has read it.
+// testing/synctest (see inMemory). The clock stands still while anything runs, and otherwise goes
+// on to what happens next: a test that lets hours pass takes no time. The connections are pipes,
+// which hold nothing: a write returns when the other end has read it.
 
 // Requests as they are sent. rawCreate lacks its body, rex.
 var (
@@ -362,8 +362,8 @@ type memoryService struct {
 	stop     func() // stops the service, and returns when it has ended
 }
 
-// inMemory calls t.Parallel, and runs a test on a service that serves connections in memory, under a
-// fake clock.
+// inMemory calls t.Parallel, and runs a test on a service that serves connections in memory, under
+// a fake clock.
 func inMemory(t *testing.T, test func(t *testing.T, s *memoryService)) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -385,8 +385,8 @@ func inMemory(t *testing.T, test func(t *testing.T, s *memoryService)) {
 		}
 		t.Cleanup(func() {
 			s.stop() // again, if the test has stopped it: that changes nothing
-			// synctest fails if a goroutine is left. net/http ends those of its connections within a
-			// minute, which the fake clock lets pass at once.
+			// synctest fails if a goroutine is left. net/http ends those of its connections within
+			// a minute, which the fake clock lets pass at once.
 			time.Sleep(time.Minute)
 		})
 
@@ -424,7 +424,8 @@ func (s *memoryService) dial(t *testing.T) *clientConn {
 	return &clientConn{ours, bufio.NewReader(ours)}
 }
 
-// clientConn is a client's end of a connection. A Write returns when the service has read all of it.
+// clientConn is a client's end of a connection. A Write returns when the service has read all of
+// it.
 type clientConn struct {
 	net.Conn
 	reader *bufio.Reader

@@ -320,7 +320,8 @@ func (s *store) open() error {
 		return err
 	}
 
-	// migrate refuses a foreign database. It comes before journal_mode, which would change the file.
+	// migrate refuses a foreign database. It comes before journal_mode, which would change the
+	// file.
 	oldVersion, err := migrate(s.writer, migrations)
 	if err != nil {
 		return err
@@ -353,9 +354,9 @@ func (s *store) open() error {
 	return nil
 }
 
-// syncWAL brings the whole WAL to disk before there are requests. A process that was killed may have
-// written pets to it that it could not sync. SQLite reads them from the cache of the system, so a
-// repeat of their creates would get a 201, although a loss of power could still lose them.
+// syncWAL brings the whole WAL to disk before there are requests. A process that was killed may
+// have written pets to it that it could not sync. SQLite reads them from the cache of the system,
+// so a repeat of their creates would get a 201, although a loss of power could still lose them.
 //
 // A commit syncs the WAL, even this one: it writes the schema version once more. In a new database,
 // it also creates the WAL and the -shm.
@@ -616,8 +617,8 @@ func newPool(path, mode string, size int) *sql.DB {
 	query := url.Values{ // see https://pkg.go.dev/modernc.org/sqlite#Driver.Open
 		"mode":      {mode},
 		"_error_rc": {"1"}, // errors have their own message, and not that of an earlier error
-		// BEGIN waits for the write lock. After a plain BEGIN and a SELECT, an INSERT would not wait,
-		// but fail.
+		// BEGIN waits for the write lock. After a plain BEGIN and a SELECT, an INSERT would not
+		// wait, but fail.
 		"_txlock": {"immediate"},
 		"_pragma": {
 			fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()),
@@ -706,8 +707,8 @@ func (s *store) closeMisplaced(cause error) error {
 	return fmt.Errorf("%w; all its animals are in %q", cause, saved)
 }
 
-// saveCopy saves a copy of the open database in the first of saveFolders where that is possible, and
-// returns its path.
+// saveCopy saves a copy of the open database in the first of saveFolders where that is possible,
+// and returns its path.
 func (s *store) saveCopy() (saved string, err error) {
 	name := filepath.Base(s.path) + savedInfix + time.Now().UTC().Format("2006-01-02-150405")
 	for _, folder := range saveFolders(s.path) {
@@ -722,9 +723,9 @@ func (s *store) saveCopy() (saved string, err error) {
 // savedInfix is in the name of a saved copy, between the name of the database and the time.
 const savedInfix = ".rescued-"
 
-// saveFolders returns where a stop may save a copy of the database at path: in its folder or, if that
-// is gone or full, in the one above, or in the working directory. (For systemd, that is the folder of
-// the backups: see deploy/animalstore.service.)
+// saveFolders returns where a stop may save a copy of the database at path: in its folder or, if
+// that is gone or full, in the one above, or in the working directory. (For systemd, that is the
+// folder of the backups: see deploy/animalstore.service.)
 func saveFolders(path string) []string {
 	folder := filepath.Dir(path)
 	workingDirectory, _ := os.Getwd() // fails if that is gone

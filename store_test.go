@@ -54,8 +54,8 @@ func TestIdempotencyKey(t *testing.T) {
 	s.create(`{"name":1}`, idempotencyKey("k")).want(t, 400)
 	wantPetCount(t, s.file, 3)
 
-	// A response that is older than a member of animals lacks that. Here it is the status, which then
-	// is no difference.
+	// A response that is older than a member of animals lacks that. Here it is the status, which
+	// then is no difference.
 	execSQL(t, s.file, "UPDATE idempotency_keys SET response = json_remove(response, '$.status')")
 	s.create(rex, idempotencyKey("k")).wantRepeat(t, first)
 	execSQL(t, s.file, "UPDATE idempotency_keys SET response = 'no JSON'")
@@ -125,9 +125,9 @@ func TestBatches(t *testing.T) {
 		r.withoutKey.want(t, 201)
 	}
 	s.log.wantText(t, "UNIQUE constraint failed")
-	// A transaction writes at least 3 pages of 4096 bytes to the WAL, so the 40 animals would write at
-	// least 120 pages if each had a transaction of its own. They wait for the lock, and share two or
-	// three transactions, of some 20 pages together.
+	// A transaction writes at least 3 pages of 4096 bytes to the WAL, so the 40 animals would write
+	// at least 120 pages if each had a transaction of its own. They wait for the lock, and share
+	// two or three transactions, of some 20 pages together.
 	if pages := (len(readFile(t, s.file+"-wal")) - before) / 4096; pages > 60 {
 		t.Fatalf("the WAL has grown by %d pages, want at most 60", pages)
 	}
@@ -200,8 +200,8 @@ func TestFullDatabase(t *testing.T) {
 	s.create(rex).want(t, 201)
 }
 
-// TestFailedTransactions lets transactions fail, each in another statement, which the cause in the log
-// tells. The animal must get 500, and not be stored. The next one must be.
+// TestFailedTransactions lets transactions fail, each in another statement, which the cause in the
+// log tells. The animal must get 500, and not be stored. The next one must be.
 func TestFailedTransactions(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct{ name, breaking, cause string }{
@@ -225,9 +225,9 @@ func TestFailedTransactions(t *testing.T) {
 	}
 }
 
-// breakLookup puts a view in the place of the table of Idempotency-Keys. A SELECT from it fails, because
-// its column created calls fail. The columns and triggers are there so that SQLite can prepare the
-// INSERT and the DELETE of the service, too.
+// breakLookup puts a view in the place of the table of Idempotency-Keys. A SELECT from it fails,
+// because its column created calls fail. The columns and triggers are there so that SQLite can
+// prepare the INSERT and the DELETE of the service, too.
 const breakLookup = `DROP TABLE idempotency_keys;
 	CREATE VIEW idempotency_keys AS SELECT x'' AS caller, 'k' AS key, 1 AS rowid, '' AS response,
 		fail('the lookup has failed') AS created;
@@ -487,9 +487,10 @@ func TestMovedFiles(t *testing.T) {
 	wantPetCount(t, s.file, 4)
 }
 
-// TestStopBesideMisplacedFiles lets a service lose its files by a command of an operator, and stops it,
-// with and without another program that has the database open. All animals must be in the copy that
-// the stop has saved or, if it has saved none, in the database. A start beside a copy is refused.
+// TestStopBesideMisplacedFiles lets a service lose its files by a command of an operator, and stops
+// it, with and without another program that has the database open. All animals must be in the copy
+// that the stop has saved or, if it has saved none, in the database. A start beside a copy is
+// refused.
 func TestStopBesideMisplacedFiles(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
@@ -557,8 +558,8 @@ func wantNoStart(t *testing.T, file, message string) {
 	}
 }
 
-// TestMoveDuringACreate moves the database while a create waits for a lock: it must get 503. The stop
-// must empty the WAL, which would damage the next database at the path.
+// TestMoveDuringACreate moves the database while a create waits for a lock: it must get 503. The
+// stop must empty the WAL, which would damage the next database at the path.
 func TestMoveDuringACreate(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -624,9 +625,9 @@ func TestIdleReaders(t *testing.T) {
 	})
 }
 
-// TestStartAfterKill opens the database of a program that was killed: without the WAL, the start must
-// be refused. With it, the start must sync it by a commit, because the newest animals may not be on
-// disk.
+// TestStartAfterKill opens the database of a program that was killed: without the WAL, the start
+// must be refused. With it, the start must sync it by a commit, because the newest animals may not
+// be on disk.
 func TestStartAfterKill(t *testing.T) {
 	t.Parallel()
 	file := newFile(t)
