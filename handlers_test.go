@@ -201,8 +201,10 @@ func TestCreatePetRefuses(t *testing.T) {
 			t.Fatalf("%q = %s, want another message", body, resp.body)
 		}
 	}
-	s.create(largest+" ").
-		wantError(t, 413, "the request body is larger than 65536 bytes")
+	const tooLarge = "the request body is larger than 65536 bytes"
+	s.create(largest+" ").wantError(t, 413, tooLarge)
+	chunked := io.MultiReader(strings.NewReader(largest + " ")) // its length is not known before
+	s.send(newRequest("POST /v1/pets", chunked)).wantError(t, 413, tooLarge)
 	wantPetCount(t, s.file, 0)
 }
 

@@ -20,6 +20,7 @@ func TestDocument(t *testing.T) {
 	t.Parallel()
 	list := document().Paths["/pets"]["get"]
 	create := document().Paths["/pets"]["post"]
+	getPet := document().Paths["/pets/{petId}"]["get"]
 	newPet := create.RequestBody.Content[jsonType].Schema
 
 	for _, c := range []struct {
@@ -29,7 +30,7 @@ func TestDocument(t *testing.T) {
 		{"the greatest limit", list.parameter("limit").Maximum, maxLimit},
 		{"the smallest limit", list.parameter("limit").Minimum, 1},
 		{"the default limit", list.parameter("limit").Default, defaultLimit},
-		{"a deprecated getPet", document().Paths["/pets/{petId}"]["get"].Deprecated, true},
+		{"a deprecated getPet", getPet.Deprecated, true},
 		{"the longest page", list.Responses["200"].Content[jsonType].Schema.MaxItems, maxLimit},
 		{"the statuses", list.parameter("status").Enum, petStatuses},
 		{"the longest Idempotency-Key", create.parameter("Idempotency-Key").MaxLength,
@@ -40,7 +41,9 @@ func TestDocument(t *testing.T) {
 		{"the required members", newPet.Required, "[name categoryId]"},
 		{"the format of an id",
 			create.Responses["201"].Content[jsonType].Schema.Properties["id"].Format, "int64"},
+		{"the format of petId", getPet.parameter("petId").Format, "int64"},
 		{"the place of the Idempotency-Key", create.Parameters[0].In, "header"},
+		{"a required Idempotency-Key", create.Parameters[0].Required, false},
 		{"the statuses of listPets", slices.Sorted(maps.Keys(list.Responses)), "[200 400 401 500 503]"},
 		{"the statuses of createPet", slices.Sorted(maps.Keys(create.Responses)),
 			"[201 400 401 408 413 415 422 500 503]"},
@@ -152,6 +155,7 @@ type operation struct {
 	Description string
 	Parameters  []struct {
 		Name, In, Description string
+		Required              bool
 		Schema                schema
 	}
 	RequestBody struct{ Content content }

@@ -3,7 +3,6 @@ package main
 import (
 	"bufio"
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -342,17 +341,6 @@ func TestFailedAccept(t *testing.T) {
 		conn.receive(t).want(t, 200)
 		s.log.wantText(t, "level=WARN", "too many open files")
 	})
-}
-
-// TestBrokenListener serves on a closed listener: serve must return the error.
-func TestBrokenListener(t *testing.T) {
-	t.Parallel()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	must(t, err)
-	must(t, ln.Close())
-	if err := newService(t).serve(t.Context(), ln); !errors.Is(err, net.ErrClosed) {
-		t.Fatalf("serve = %v, want %v", err, net.ErrClosed)
-	}
 }
 
 // memoryService is a service that serves connections in memory.
