@@ -42,6 +42,8 @@ func TestDocument(t *testing.T) {
 		{"the format of an id",
 			create.Responses["201"].Content[jsonType].Schema.Properties["id"].Format, "int64"},
 		{"the format of petId", getPet.parameter("petId").Format, "int64"},
+		{"the format of after", list.parameter("after").Format, "int64"},
+		{"the statuses of getPet", slices.Sorted(maps.Keys(getPet.Responses)), "[200 401 404 500 503]"},
 		{"the place of the Idempotency-Key", create.Parameters[0].In, "header"},
 		{"a required Idempotency-Key", create.Parameters[0].Required, false},
 		{"the statuses of listPets", slices.Sorted(maps.Keys(list.Responses)), "[200 400 401 500 503]"},

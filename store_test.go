@@ -570,6 +570,38 @@ func wantNoStart(t *testing.T, file, message string) {
 	}
 }
 
+// TestStopWithoutACopy stops a service whose database was deleted, and of which no copy can be
+// verified: the stop must say that.
+func TestStopWithoutACopy(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	execSQL(t, s.file, "PRAGMA application_id = 1")
+	must(t, os.Remove(s.file))
+	const want = "its animals cannot be saved: not a database of this service"
+	if err := s.close(); err == nil || !strings.Contains(err.Error(), want) {
+		t.Fatalf("the stop = %v, want %s", err, want)
+	}
+}
+
+// TestHasAll compares a database with copies that were edited: hasAll must notice each edit.
+func TestHasAll(t *testing.T) {
+	t.Parallel()
+	file := newClosedDatabase(t)
+	for edit, want := range map[string]bool{
+		"SELECT 1":                     true,
+		"UPDATE pets SET name = 'Tom'": false,
+		"INSERT INTO idempotency_keys VALUES (x'00', 'k', 1, '{}')": false,
+		"UPDATE sqlite_sequence SET seq = 2":                        false, // animal 2 was deleted
+	} {
+		saved := newFile(t)
+		writeFile(t, saved, readFile(t, file))
+		execSQL(t, saved, edit)
+		if got := hasAll(file, saved); got != want {
+			t.Errorf("after %s, hasAll = %v, want %v", edit, got, want)
+		}
+	}
+}
+
 // TestMoveDuringACreate moves the database while a create waits for a lock: it must get 503. The
 // stop must empty the WAL, which would damage the next database at the path.
 func TestMoveDuringACreate(t *testing.T) {
