@@ -764,8 +764,7 @@ func checkPath(path string) error {
 	}
 
 	missing := func(file, left string) error {
-		return fmt.Errorf("%q is missing or empty: put it back beside %q, or delete that and lose animals",
-			file, left)
+		return fmt.Errorf("%q is missing or empty: put it back beside %q, or restore a backup", file, left)
 	}
 	wal, _ := os.Stat(path + "-wal")
 	if (database == nil || database.Size() == 0) && wal != nil && wal.Size() > 0 {
