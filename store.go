@@ -763,16 +763,14 @@ func checkPath(path string) error {
 		}
 	}
 
-	missing := func(file, left string) error {
-		return fmt.Errorf("%q is missing or empty: put it back beside %q, or restore a backup", file, left)
-	}
+	const missing = "%q is missing or empty: put it back beside %q, or restore a backup"
 	wal, _ := os.Stat(path + "-wal")
 	if (database == nil || database.Size() == 0) && wal != nil && wal.Size() > 0 {
-		return missing(path, path+"-wal") // SQLite would delete the WAL
+		return fmt.Errorf(missing, path, path+"-wal") // SQLite would delete the WAL
 	}
-	// SQLite makes the WAL before the -shm, and deletes it after that.
+	// SQLite makes the WAL before the -shm, and deletes the -shm before the WAL.
 	if shm, _ := os.Stat(path + "-shm"); shm != nil && wal == nil {
-		return missing(path+"-wal", path+"-shm")
+		return fmt.Errorf(missing, path+"-wal", path+"-shm")
 	}
 	return nil
 }
