@@ -232,8 +232,8 @@ func parseIdempotencyKey(values []string) (string, error) {
 // readBody returns the body of the request, or an apiError: 413, 408 or 400.
 func readBody(r *request) ([]byte, error) {
 	tooLarge := newError("body_too_large", "the request body is larger than %d bytes", maxBody)
-	// A read sends 100 Continue to a client that waits for that, and so invites the body. (answer
-	// does it for bodies of up to maxDiscard, for clients that do not wait.)
+	// Refuse a declared size before the first read: a read sends 100 Continue to a client that waits
+	// for that, and so invites the body. (For bodies of up to maxDiscard, answer does so anyway.)
 	if r.ContentLength > maxBody {
 		return nil, tooLarge
 	}
