@@ -1,8 +1,12 @@
 package main
 
 import (
+	"bufio"
+	"context"
 	"database/sql"
+	"database/sql/driver"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -11,6 +15,7 @@ import (
 	"net/http/httptest"
 	"net/url"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -19,11 +24,13 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"modernc.org/sqlite"
 )
 
-// This file has the helpers that several test files share. Each of the others has the tests of a
-// file of the program, and their own helpers; handlers_test.go also has those of auth.go, and
-// main_test.go those that run the whole program.
+// This file has the helpers that several test files share. Each of the others has the tests of the
+// file of the program that it is named after (handlers_test.go also those of auth.go), and the
+// helpers that only they need.
 //
 // Most tests send requests to a service that runs in the process of the test, on a database file of
 // its own. SQL that a test runs on this file stands for another program:
@@ -31,7 +38,7 @@ import (
 //	s := newService(t)
 //	execSQL(t, s.file, "INSERT INTO pets (name, category_id) VALUES ('Rex', 7)")
 //	s.get("/v1/pets?limit=1").want(t, 200).wantHeader(t, "Link", "")
-//	s.get("/v1/pets/2").wantError(t, 404, noAnimal)
+//	s.get("/v1/pets/2").wantError(t, 404, "not_found", noAnimal)
 //
 // A request has a valid API key, unless one of its headers says otherwise. These methods and
 // functions check what comes of it:
@@ -41,8 +48,9 @@ import (
 //   - wantNew and wantRepeat: a create has got the animal with this id, or the first response.
 //   - wantSQL and wantPetCount: the database has this value, or so many animals and no damage.
 //
-// Other tests serve connections in memory, under a fake clock (inMemory in server_test.go), start
-// the program as a process (start in main_test.go), or call run or openStore.
+// Some tests start the program as a process instead (see start), call run, as main does (see
+// wantRefusal), or serve connections in memory, under a fake clock (inMemory in server_test.go). A
+// few call a function of the program for what no request shows.
 
 // rex is a body that adds an animal.
 const rex = `{"name":"Rex","categoryId":7}`
@@ -201,22 +209,18 @@ func (r reply) wantErrorShape(t testing.TB) {
 	if statusByCode[e.Code] != r.status || e.Message == "" || e.Status != r.status {
 		t.Fatalf("%s = %d %s, want an Error", r.request(), r.status, r.body)
 	}
-	// Two codes have the status 400, and two have 404. The message tells which one is right.
-	isRefused, isNotFound := e.Message == refused, e.Message == noAnimal
-	if (e.Code == "refused") != isRefused || (e.Code == "not_found") != isNotFound {
-		t.Fatalf("%s = %s, want another code", r.request(), r.body)
-	}
 	if r.status >= 500 && e.Message != "internal error" && e.Message != unavailable {
 		t.Fatalf("%s tells the cause: %s", r.request(), e.Message)
 	}
 }
 
-// wantError checks that a response is an Error with this status and message.
-func (r reply) wantError(t testing.TB, status int, message string) reply {
+// wantError checks that a response is an Error with this status, code and message.
+func (r reply) wantError(t testing.TB, status int, code, message string) reply {
 	t.Helper()
 	r.want(t, status)
-	if got := decode[apiError](t, r.body).Message; got != message {
-		t.Fatalf("%s has the message %q, want %q", r.request(), got, message)
+	want := apiError{Code: code, Message: message, Status: status}
+	if got := decode[apiError](t, r.body); got != want {
+		t.Fatalf("%s = %+v, want %+v", r.request(), got, want)
 	}
 	return r
 }
@@ -290,15 +294,6 @@ func newService(t testing.TB) *service {
 // newFile returns the name of a file for a database, in a new folder.
 func newFile(t testing.TB) string { return filepath.Join(t.TempDir(), "animals.db") }
 
-// newClosedDatabase returns the name of a database with one animal, which no service has open.
-func newClosedDatabase(t *testing.T) (file string) {
-	t.Helper()
-	s := newService(t)
-	s.create(rex).want(t, 201)
-	must(t, s.close())
-	return s.file
-}
-
 // openService opens a service on the database in a file. It is closed at the end of the test.
 func openService(t testing.TB, file string) *service {
 	t.Helper()
@@ -357,6 +352,128 @@ func (l *logBuffer) wantNoText(t testing.TB, texts ...string) {
 	}
 }
 
+// Helpers: the program, and processes that run it.
+
+// TestMain runs the tests. In a process that a test has started, it runs the program instead.
+func TestMain(m *testing.M) {
+	registerSQL()
+	if os.Getenv("ANIMALSTORE_PROCESS") != "" {
+		go func() {
+			io.Copy(io.Discard, os.Stdin) // ends when the process of the test ends
+			os.Exit(1)
+		}()
+		main() // ends the process
+	}
+	os.Exit(m.Run())
+}
+
+// wantRefusal runs the program with args. It must end with this status and message, which is one
+// line if the status is 1, and change no file in dir. wantRefusal returns what it has written to
+// standard error.
+func wantRefusal(
+	t *testing.T,
+	dir string,
+	e env,
+	status int,
+	message string,
+	args ...string,
+) (stderr *logBuffer) {
+	t.Helper()
+	before := readFiles(t, dir)
+	stderr = &logBuffer{}
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second) // in case it starts
+	defer cancel()
+
+	if got := run(ctx, args, e.lookup, stderr); got != status {
+		t.Fatalf("%q: status %d, want %d: %s", args, got, status, stderr)
+	}
+	stderr.wantText(t, message)
+	if status == 1 && !regexp.MustCompile("^animalstore: .*\n$").MatchString(stderr.String()) {
+		t.Fatalf("%q wrote %q, want one line", args, stderr)
+	}
+	if after := readFiles(t, dir); !maps.Equal(before, after) {
+		t.Fatalf("%q has changed files", args)
+	}
+	return stderr
+}
+
+// env is the environment of the program, by the names of the variables.
+type env map[string]string
+
+// withAPIKey is an environment with testKey.
+var withAPIKey = env{"API_KEYS": testKey}
+
+func (e env) lookup(name string) (value string, isSet bool) {
+	value, isSet = e[name]
+	return value, isSet
+}
+
+// process is the program, running as a process.
+type process struct {
+	client
+	cmd    *exec.Cmd
+	stderr io.Closer
+	log    logBuffer     // what it has written to standard error
+	ended  chan struct{} // is closed when the process has ended
+}
+
+// start starts the program with a database file, an environment and more args, in a new folder, and
+// waits until it serves. The program is killed at the end of the test: t.Context ends then, before
+// the cleanups.
+func start(t testing.TB, file string, e env, args ...string) *process {
+	t.Helper()
+	args = append([]string{"-addr", "127.0.0.1:0", "-db", file}, args...)
+	p := &process{
+		cmd:   exec.CommandContext(t.Context(), os.Args[0], args...),
+		ended: make(chan struct{}),
+	}
+	p.transport = &http.Transport{MaxIdleConnsPerHost: 16} // one for each client of a test
+	p.cmd.Dir = t.TempDir()
+	p.cmd.Env = []string{"ANIMALSTORE_PROCESS=1", "PWD=" + p.cmd.Dir}
+	for name, value := range e {
+		p.cmd.Env = append(p.cmd.Env, name+"="+value)
+	}
+	_, err := p.cmd.StdinPipe() // see TestMain
+	must(t, err)
+	stderr, err := p.cmd.StderrPipe()
+	must(t, err)
+	p.stderr = stderr
+	must(t, p.cmd.Start())
+	defer time.AfterFunc(20*time.Second, func() { p.cmd.Process.Kill() }).Stop()
+
+	started := regexp.MustCompile(`msg=started url=http://(\S+)`)
+	lines := bufio.NewReader(stderr)
+	for p.host == "" {
+		line, err := lines.ReadString('\n')
+		p.log.Write([]byte(line))
+		if err != nil {
+			t.Fatalf("the program has not started: %s", &p.log)
+		}
+		if match := started.FindStringSubmatch(line); match != nil {
+			p.host = match[1]
+		}
+	}
+	go func() {
+		io.Copy(&p.log, lines)
+		p.cmd.Wait()
+		close(p.ended)
+	}()
+	t.Cleanup(func() { <-p.ended })
+	return p
+}
+
+// wait waits until the process has ended, for at most 20 seconds, and returns its exit status: -1
+// if a signal has killed it.
+func (p *process) wait(t testing.TB) (status int) {
+	t.Helper()
+	select {
+	case <-p.ended:
+	case <-time.After(20 * time.Second):
+		t.Fatalf("the program has not ended: %s", &p.log)
+	}
+	return p.cmd.ProcessState.ExitCode()
+}
+
 // Helpers: the database, as other programs use it.
 
 // connect opens a database.
@@ -403,6 +520,20 @@ func addPets(t testing.TB, file string, count int) {
 	execSQL(t, file, `INSERT INTO pets (name, category_id, status)
 		WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)
 		SELECT 'Rex', 7, 'sold' FROM n LIMIT ?`, count)
+}
+
+// registerSQL adds three SQL functions to SQLite: sleep_1s() sleeps for a second and is true,
+// fail(message) returns an error, and panic_now() panics.
+func registerSQL() {
+	register := func(name string, args int32, f func(args []driver.Value) error) {
+		sqlite.MustRegisterScalarFunction(name, args,
+			func(_ *sqlite.FunctionContext, args []driver.Value) (driver.Value, error) {
+				return int64(1), f(args)
+			})
+	}
+	register("sleep_1s", 0, func([]driver.Value) error { time.Sleep(time.Second); return nil })
+	register("fail", 1, func(args []driver.Value) error { return errors.New(args[0].(string)) })
+	register("panic_now", 0, func([]driver.Value) error { panic("a mistake") })
 }
 
 // Helpers: files and errors.

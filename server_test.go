@@ -58,7 +58,7 @@ func TestPanicInAHandler(t *testing.T) {
 	c := client{transport: inProcess{newServer(handlers, log.logger()), t.Name()}}
 
 	for range 2 {
-		c.get("/").wantError(t, 500, "internal error")
+		c.get("/").wantError(t, 500, "internal", "internal error")
 	}
 	log.wantText(t, "level=ERROR", "status=500", `error="panic: a mistake`, "server_test.go:")
 }

@@ -3,8 +3,6 @@ package main
 import (
 	"context"
 	"crypto/sha256"
-	"database/sql/driver"
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -19,7 +17,6 @@ import (
 	"testing/synctest"
 	"time"
 
-	"modernc.org/sqlite"
 	sqlite3 "modernc.org/sqlite/lib"
 )
 
@@ -49,7 +46,7 @@ func TestIdempotencyKey(t *testing.T) {
 		`{"name":"Rex","categoryId":7,"status":"sold"}`,
 	} {
 		s.create(body, idempotencyKey("k")).
-			wantError(t, 422, "this Idempotency-Key was used for another animal")
+			wantError(t, 422, "idempotency_key_reused", "this Idempotency-Key was used for another animal")
 	}
 	s.create(`{"name":1}`, idempotencyKey("k")).want(t, 400)
 	wantPetCount(t, s.file, 3)
@@ -120,7 +117,7 @@ func TestBatches(t *testing.T) {
 		}
 		r.first.want(t, 201)
 		r.same.wantRepeat(t, r.first)
-		r.refused.wantError(t, 400, refused)
+		r.refused.wantError(t, 400, "refused", refused)
 		r.reused.want(t, 422)
 		r.withoutKey.want(t, 201)
 	}
@@ -154,7 +151,7 @@ func TestLockedDatabase(t *testing.T) {
 	if len(created) != 0 {
 		t.Fatal("the reads have waited for the create")
 	}
-	(<-created).wantError(t, 503, unavailable).wantHeader(t, "Retry-After", "1")
+	(<-created).wantError(t, 503, "unavailable", unavailable).wantHeader(t, "Retry-After", "1")
 	s.log.wantText(t, "level=ERROR", "database is locked")
 
 	unlock()
@@ -190,7 +187,7 @@ func TestFullDatabase(t *testing.T) {
 	for created < 1000 && s.create(large).status == 201 {
 		created++
 	}
-	s.create(large).wantError(t, 503, unavailable)
+	s.create(large).wantError(t, 503, "unavailable", unavailable)
 	s.log.wantText(t, "level=ERROR", "database or disk is full")
 	s.get("/v1/pets").want(t, 200)
 	s.get("/healthz").want(t, 200)
@@ -248,7 +245,7 @@ func TestFailedReads(t *testing.T) {
 		replaceSecondName(t, s.file, c.secondName)
 
 		for range 100 { // more than there are connections, on most machines
-			s.get("/v1/pets").wantError(t, 500, "internal error")
+			s.get("/v1/pets").wantError(t, 500, "internal", "internal error")
 		}
 		s.get("/v1/pets?status=sold").want(t, 500)
 		s.get("/v1/pets/2").want(t, 500)
@@ -296,18 +293,119 @@ func (s *service) pragma(t testing.TB, pragma string) {
 	must(t, err)
 }
 
-// registerSQL adds three SQL functions to SQLite: sleep_1s() sleeps for a second and is true,
-// fail(message) returns an error, and panic_now() panics.
-func registerSQL() {
-	register := func(name string, args int32, f func(args []driver.Value) error) {
-		sqlite.MustRegisterScalarFunction(name, args,
-			func(_ *sqlite.FunctionContext, args []driver.Value) (driver.Value, error) {
-				return int64(1), f(args)
-			})
+// TestRefusedDatabases changes a database of one animal. The program must neither start with it,
+// nor make a backup of it.
+func TestRefusedDatabases(t *testing.T) {
+	t.Parallel()
+	const foreign = "not a database of this service: its application_id is 0"
+	edit := func(statements string) func(t *testing.T, file string) {
+		return func(t *testing.T, file string) { execSQL(t, file, statements) }
 	}
-	register("sleep_1s", 0, func([]driver.Value) error { time.Sleep(time.Second); return nil })
-	register("fail", 1, func(args []driver.Value) error { return errors.New(args[0].(string)) })
-	register("panic_now", 0, func([]driver.Value) error { panic("a mistake") })
+	for _, c := range []struct {
+		name    string
+		change  func(t *testing.T, file string)
+		message string
+	}{
+		{"text", func(t *testing.T, file string) { writeFile(t, file, "some text") },
+			"not a database (26)"},
+		{"truncated", func(t *testing.T, file string) { must(t, os.Truncate(file, 4096)) },
+			"malformed (11)"},
+		// Not in WAL mode, to show whether the service changes that.
+		{"of another program",
+			edit("PRAGMA journal_mode = DELETE; PRAGMA application_id = 0"), foreign},
+		{"of no version", edit("PRAGMA user_version = 0"), "not a database of this service"},
+		{"of another program, of no version",
+			edit("PRAGMA application_id = 0; PRAGMA user_version = 0"), foreign},
+		{"of another program, without tables", func(t *testing.T, file string) {
+			must(t, os.Remove(file))
+			execSQL(t, file, "PRAGMA application_id = 1")
+		}, "not a database of this service: its application_id is 1"},
+		{"of a newer version", edit(fmt.Sprint("PRAGMA user_version = ", len(migrations)+1)),
+			"a newer version of this service has written the database"},
+		{"a WAL alone", func(t *testing.T, file string) { must(t, os.Rename(file, file+"-wal")) },
+			`animals.db" is missing or empty: put it back beside `},
+		{"a WAL and an empty file", func(t *testing.T, file string) {
+			must(t, os.Rename(file, file+"-wal"))
+			writeFile(t, file, "")
+		}, `animals.db" is missing or empty: put it back beside `},
+		{"a -shm without a WAL", func(t *testing.T, file string) { writeFile(t, file+"-shm", "") },
+			`animals.db-wal" is missing or empty: put it back beside `},
+		{"beside a copy that a stop has saved", func(t *testing.T, file string) {
+			writeFile(t, file+".rescued-2026-01-02-030405", "")
+		}, "a stop has saved all animals in "},
+		{"with such a copy in the folder above", func(t *testing.T, file string) {
+			above := filepath.Dir(filepath.Dir(file))
+			writeFile(t, filepath.Join(above, "animals.db.rescued-2026-01-02-030405"), "")
+		}, "a stop has saved all animals in "},
+		{"a link", func(t *testing.T, file string) {
+			must(t, os.Rename(file, file+".real"))
+			must(t, os.Symlink(file+".real", file))
+		}, "it is a symbolic link: name the file that it leads to"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			file := newClosedDatabase(t)
+			c.change(t, file)
+			dir := filepath.Dir(file)
+			wantRefusal(t, dir, withAPIKey, 1, c.message, "-addr", "127.0.0.1:0", "-db", file)
+			wantRefusal(t, dir, withAPIKey, 1, c.message, "-db", file, "-backup", dir+"/copy.db")
+		})
+	}
+}
+
+// newClosedDatabase returns the name of a database with one animal, which no service has open.
+func newClosedDatabase(t *testing.T) (file string) {
+	t.Helper()
+	s := newService(t)
+	s.create(rex).want(t, 201)
+	must(t, s.close())
+	return s.file
+}
+
+// TestRefusedBackups makes backups that must be refused: because of a file in the place of the
+// copy, and because of the database.
+func TestRefusedBackups(t *testing.T) {
+	t.Parallel()
+	file := newClosedDatabase(t)
+	dir := filepath.Dir(file)
+	wantRefused := func(message string) {
+		t.Helper()
+		wantRefusal(t, dir, withAPIKey, 1, message, "-db", file, "-backup", dir+"/copy.db")
+	}
+
+	for _, name := range []string{"copy.db", "copy.db-wal", "copy.db-journal"} {
+		writeFile(t, filepath.Join(dir, name), "")
+		wantRefused(name + `" exists already; name a new file`)
+		must(t, os.Remove(filepath.Join(dir, name)))
+	}
+	must(t, os.Symlink("nowhere", dir+"/copy.db"))
+	wantRefused(`copy.db" exists already; name a new file`)
+	must(t, os.Remove(dir+"/copy.db"))
+
+	breakIndex(t, file)
+	wantRefused("the database is damaged: row 1 missing from index pets_by_status")
+	execSQL(t, file, "REINDEX")
+
+	execSQL(t, file, "PRAGMA ignore_check_constraints = ON; UPDATE pets SET status = 'lost'")
+	wantRefused("the database is damaged: CHECK constraint failed in pets")
+	// The copy is first written to a file in its own folder, such as copy.db.123.tmp.
+	wantRefusal(t, dir, withAPIKey, 1, ": open "+dir+"/none/copy.db.",
+		"-db", file, "-backup", dir+"/none/copy.db")
+	writeFile(t, file, "")
+	wantRefused("the database is empty")
+	must(t, os.Remove(file))
+	wantRefused("unable to open database file (14)")
+}
+
+// breakIndex damages a database: it makes pets_by_status an index by name, and then corrects only
+// its SQL in the schema, which writable_schema permits. So the index has names, where SQLite
+// expects statuses.
+func breakIndex(t *testing.T, file string) {
+	t.Helper()
+	execSQL(t, file, `DROP INDEX pets_by_status;
+		CREATE INDEX pets_by_status ON pets (name);
+		PRAGMA writable_schema = ON;
+		UPDATE sqlite_schema SET sql = replace(sql, '(name)', '(status)')`)
 }
 
 // TestNamesOfDatabases opens databases whose names have characters with a meaning in URLs or
@@ -463,7 +561,7 @@ func TestMissingTable(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	execSQL(t, s.file, "DROP TABLE pets")
-	s.get("/healthz").wantError(t, 503, unavailable)
+	s.get("/healthz").wantError(t, 503, "unavailable", unavailable)
 	s.log.wantText(t, `error="`+unavailable+`: SQL logic error: no such table: pets (1)"`)
 
 	must(t, s.close())
@@ -490,31 +588,30 @@ func TestMovedFiles(t *testing.T) {
 // wantNotInItsPlace checks that a service refuses to add animals, and logs why, but returns them.
 func wantNotInItsPlace(t *testing.T, s *service) {
 	t.Helper()
-	s.create(rex).wantError(t, 503, unavailable)
+	s.create(rex).wantError(t, 503, "unavailable", unavailable)
 	s.log.wantText(t, "level=ERROR", "the database is not in its place")
-	s.get("/healthz").wantError(t, 503, unavailable)
+	s.get("/healthz").wantError(t, 503, "unavailable", unavailable)
 	s.get("/v1/pets/1").want(t, 200)
 }
 
 // TestStopBesideMisplacedFiles lets a service lose its files by a command of an operator, and stops
-// it, with and without another program that has the database open. All animals must be in the copy
-// that the stop has saved or, if it has saved none, in the database. A start beside a copy is
-// refused.
+// it, alone and beside another program that has the database open. All animals must be in a copy,
+// beside which a start is refused, or in the database.
 func TestStopBesideMisplacedFiles(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
 		command string // runs in the folder of animals.db
-		heals   bool   // the close brings all animals to the database, if no other program has it open
+		heals   string // when the database has all animals after the stop
 	}{
-		{"mv animals.db moved", false},
-		{"rm animals.db", false},
-		{"cp animals.db new; mv new animals.db", false},
-		{"mv animals.db-wal moved", true},
-		{"rm animals.db-wal", true},
-		{"rm animals.db-shm", true},
-		{"rm animals.db*", false},
-		{"mv ../folder ../moved", false},
-		{"rm -r ../folder", false},
+		{"mv animals.db moved", "never"},
+		{"rm animals.db", "never"},
+		{"cp animals.db new; mv new animals.db", "never"},
+		{"mv animals.db-wal moved", "alone"}, // SQLite copies the WAL at the last close
+		{"rm animals.db-wal", "alone"},
+		{"rm animals.db-shm", "always"}, // the WAL is in its place
+		{"rm animals.db*", "never"},
+		{"mv ../folder ../moved", "never"},
+		{"rm -r ../folder", "never"},
 	} {
 		for _, other := range []bool{false, true} {
 			t.Run(fmt.Sprint(c.command, ", another program: ", other), func(t *testing.T) {
@@ -532,16 +629,13 @@ func TestStopBesideMisplacedFiles(t *testing.T) {
 				command.Dir = folder
 				must(t, command.Run())
 				wantNotInItsPlace(t, s)
-				err := s.close()
-				if c.heals && (!other || err == nil) {
-					must(t, err)
+				if c.heals == "always" || c.heals == "alone" && !other {
+					must(t, s.close())
+					must(t, checkPath(s.file)) // no copy is left
 					wantPetCount(t, s.file, 1)
-					if !other {
-						openService(t, s.file) // there is no copy that would prevent it
-					}
-					return
+				} else {
+					wantSaved(t, s.file, s.close(), 1)
 				}
-				wantSaved(t, s.file, err, 1)
 			})
 		}
 	}
@@ -613,9 +707,10 @@ func TestMoveDuringACreate(t *testing.T) {
 		os.Rename(s.file, s.file+".away")
 		unlock()
 	})
-	s.create(rex).wantError(t, 503, unavailable)
+	s.create(rex).wantError(t, 503, "unavailable", unavailable)
 
-	must(t, os.Remove(wantSaved(t, s.file, s.close(), 1)))
+	saved := wantSaved(t, s.file, s.close(), 1)
+	must(t, os.Remove(saved))
 	wantPetCount(t, s.file+".away", 1)
 	must(t, openService(t, s.file).close()) // makes a new database
 	wantPetCount(t, s.file, 0)
