@@ -373,8 +373,8 @@ func inMemory(t *testing.T, test func(t *testing.T, s *memoryService)) {
 		}
 		t.Cleanup(func() {
 			s.stop() // again, if the test has stopped it: that changes nothing
-			// synctest fails if a goroutine is left. net/http ends those of its connections within
-			// a minute, which the fake clock lets pass at once.
+			// synctest fails if a goroutine is left. Some seconds after the stop, net/http ends the last
+			// ones of its connections.
 			time.Sleep(time.Minute)
 		})
 
