@@ -44,7 +44,7 @@ import (
 // functions check what comes of it:
 //   - want: a response has this status, and follows the rules for all. If it is that of an
 //     operation, openapi.json describes it (openapi_test.go).
-//   - wantError: it is also an Error with this message.
+//   - wantError: it is also an Error with this code and message.
 //   - wantNew and wantRepeat: a create has got the animal with this id, or the first response.
 //   - wantSQL and wantPetCount: the database has this value, or so many animals and no damage.
 //

@@ -131,11 +131,12 @@ func (s *server) answer(w http.ResponseWriter, httpRequest *http.Request, h hand
 	if r.caller == nil || s.draining.Load() {
 		r.responseHeader.Set("Connection", "close")
 	}
-	// Many clients send the whole body before they read the response, and would miss it if the
-	// connection closed meanwhile. So first read the rest of the body, unless Content-Length says
-	// that it is too large. (It is -1 for a chunked body.) A client that waits for 100 Continue
-	// gets that now. net/http itself would read less, and nothing on a connection that it then
-	// closes.
+	// Many clients send the whole body before they read the response. If the connection closed
+	// meanwhile, they would miss it. So first read the rest of the body, unless Content-Length,
+	// which is -1 for a chunked body, says that it is too large. (A client that waits for 100
+	// Continue gets that from this read.)
+	//
+	// net/http itself would read less, and nothing on a connection that it then closes.
 	if r.ContentLength <= maxDiscard {
 		io.CopyN(io.Discard, r.Body, maxDiscard)
 	}
