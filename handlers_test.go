@@ -82,6 +82,9 @@ func TestListPets(t *testing.T) {
 	s.get("/v1/pets?after=25").wantBody(t, "[]\n")
 	s.do("HEAD /v1/pets?limit=1", "").want(t, 200).
 		wantHeader(t, "Link", `<pets?after=1&limit=1>; rel="next"`)
+	addPets(t, s.file, 100)
+	s.get("/v1/pets?limit=100").want(t, 200).
+		wantHeader(t, "Link", `<pets?after=101&limit=100>; rel="next"`)
 	// These headers change nothing.
 	s.get("/v1/pets", "Accept: text/html", "Content-Type: text/plain", "If-None-Match: *",
 		"Range: bytes=0-3", "Idempotency-Key: a b").want(t, 200)

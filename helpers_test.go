@@ -29,8 +29,8 @@ import (
 )
 
 // This file has the helpers that several test files share. Each of the others has the tests of the
-// file of the program that it is named after (handlers_test.go also those of auth.go), and the
-// helpers that only they need.
+// file that it is named after, and the helpers that only they need. handlers_test.go also has the
+// tests of auth.go, and main_test.go those of stops and kills of the whole program.
 //
 // Most tests send requests to a service that runs in the process of the test, on a database file of
 // its own. SQL that a test runs on this file stands for another program:

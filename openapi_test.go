@@ -14,8 +14,8 @@ import (
 	"testing"
 )
 
-// TestDocument compares openapi.json with the constants of the code. (want compares it with the
-// responses of the operations.)
+// TestDocument compares openapi.json with the constants of the code, and with what the interface
+// fixes. (want compares it with the responses of the operations.)
 func TestDocument(t *testing.T) {
 	t.Parallel()
 	list := document().Paths["/pets"]["get"]
@@ -43,9 +43,12 @@ func TestDocument(t *testing.T) {
 			create.Responses["201"].Content[jsonType].Schema.Properties["id"].Format, "int64"},
 		{"the format of petId", getPet.parameter("petId").Format, "int64"},
 		{"the format of after", list.parameter("after").Format, "int64"},
+		{"the smallest after", list.parameter("after").Minimum, 0},
 		{"the statuses of getPet", slices.Sorted(maps.Keys(getPet.Responses)), "[200 401 404 500 503]"},
 		{"the place of the Idempotency-Key", create.Parameters[0].In, "header"},
 		{"a required Idempotency-Key", create.Parameters[0].Required, false},
+		{"the pattern of an Idempotency-Key", create.Parameters[0].Schema.Pattern, "^[!-~]+$"},
+		{"unknown members of a new animal", newPet.AdditionalProperties, false},
 		{"the statuses of listPets", slices.Sorted(maps.Keys(list.Responses)), "[200 400 401 500 503]"},
 		{"the statuses of createPet", slices.Sorted(maps.Keys(create.Responses)),
 			"[201 400 401 408 413 415 422 500 503]"},
@@ -190,6 +193,7 @@ type schema struct {
 	Default, Minimum, Maximum, MaxItems, MaxLength int
 	Enum, Required                                 []string
 	Items                                          *schema
+	AdditionalProperties                           any
 	Properties                                     map[string]schema
 }
 

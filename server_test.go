@@ -3,6 +3,7 @@ package main
 import (
 	"bufio"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -17,7 +18,7 @@ import (
 	"time"
 )
 
-// TestLog sends requests, and checks the line that each of them logs.
+// TestLog sends requests, and checks the lines that they log.
 func TestLog(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -198,7 +199,7 @@ func TestRawRequests(t *testing.T) {
 	// chunk begins a chunk of so many bytes (RFC 9112).
 	chunk := func(size int) string { return fmt.Sprintf("%x\r\n", size) }
 	const put, chunked = "PUT /v1/pets HTTP/1.1", "Transfer-Encoding: chunked"
-	// expecting is a create that waits for 100 Continue before it sends a body of so many bytes.
+	// expecting is a create that expects 100 Continue before a body of so many bytes.
 	expecting := func(size int) string {
 		return request("POST /v1/pets HTTP/1.1", "Authorization: Bearer "+testKey,
 			"Expect: 100-continue", fmt.Sprint("Content-Length: ", size))
@@ -225,10 +226,10 @@ func TestRawRequests(t *testing.T) {
 			sent: request(put, "Content-Length: 2000000"), want: "HTTP/1.1 401 "},
 		{name: "no more than 1 MiB of a larger chunk is read",
 			sent: request(put, chunked) + chunk(3<<20) + body(3<<20), want: "HTTP/1.1 401 ", cutOff: true},
-		{name: "a client that waits for 100 gets it, and its refusal",
+		{name: "a client that expects 100 gets it, and its refusal",
 			sent: expecting(500000) + body(500000),
 			want: "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 413 "},
-		{name: "a client that waits for 100 for more than 1 MiB gets only its refusal",
+		{name: "a client that expects 100 for more than 1 MiB gets only its refusal",
 			sent: expecting(3000000), want: "HTTP/1.1 413 "},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -255,8 +256,9 @@ func TestRawRequests(t *testing.T) {
 	}
 }
 
-// TestLargeHeaders sends large headers over TCP, and goes on sending: after the response, the
-// connection must end, and not be reset, or the client could miss the response.
+// TestLargeHeaders sends large headers over TCP, which the service does not read to their end:
+// after the response, the connection must end, and not be reset, or the client could miss the
+// response.
 func TestLargeHeaders(t *testing.T) {
 	t.Parallel()
 	p := start(t, newFile(t), withAPIKey)
@@ -332,7 +334,7 @@ func TestStopClosesASilentConnection(t *testing.T) {
 }
 
 // TestFailedAccept lets the listener fail once, as without file descriptors: the service must log
-// that as a warning, and go on.
+// that as a warning, and go on. If a listener fails for good, serve must return the error.
 func TestFailedAccept(t *testing.T) {
 	inMemory(t, func(t *testing.T, s *memoryService) {
 		s.listener.failAccept()
@@ -340,6 +342,12 @@ func TestFailedAccept(t *testing.T) {
 		conn.send(t, rawList)
 		conn.receive(t).want(t, 200)
 		s.log.wantText(t, "level=WARN", "too many open files")
+
+		closed := &memoryListener{conns: make(chan net.Conn)}
+		must(t, closed.Close())
+		if err := s.serve(t.Context(), closed); !errors.Is(err, net.ErrClosed) {
+			t.Errorf("on a closed listener, serve = %v, want %v", err, net.ErrClosed)
+		}
 	})
 }
 
@@ -373,8 +381,8 @@ func inMemory(t *testing.T, test func(t *testing.T, s *memoryService)) {
 		}
 		t.Cleanup(func() {
 			s.stop() // again, if the test has stopped it: that changes nothing
-			// synctest fails if a goroutine is left. Some seconds after the stop, net/http ends the last
-			// ones of its connections.
+			// synctest fails if a goroutine is left. Some seconds after the stop, net/http ends the
+			// last ones of its connections.
 			time.Sleep(time.Minute)
 		})
 

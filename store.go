@@ -36,7 +36,7 @@ const (
 var petStatuses = []string{"available", "pending", "sold"}
 
 // NewPet is a pet as a client sends it: the NewPet of the API. Its status is never empty, because
-// parseNewPet fills in the default. Keep it comparable: replay compares two of them.
+// parseNewPet fills in the default. Add no pointers: replay compares two of them by ==.
 type NewPet struct {
 	Name       string `json:"name"`
 	CategoryID int64  `json:"categoryId"`
@@ -455,7 +455,7 @@ var migrations = []string{
 	) STRICT, WITHOUT ROWID;
 	CREATE INDEX idempotency_keys_by_age ON idempotency_keys (created);`,
 
-	// Version 1 kept two more copies of each pet: in pets_by_status, and in idempotency_keys.
+	// In version 1, pets_by_status and idempotency_keys had the columns of each pet, too.
 	`DROP INDEX pets_by_status;
 	CREATE INDEX pets_by_status ON pets (status);
 
@@ -635,7 +635,8 @@ func newPool(path, mode string, size int) *sql.DB {
 	return db
 }
 
-// markUnavailable adds errUnavailable to an error of SQLite that is likely to be temporary.
+// markUnavailable adds errUnavailable to an error of SQLite that is likely to be temporary, and
+// that leaves nothing stored. (After SQLITE_IOERR, as of a failed sync, pets may be stored.)
 func markUnavailable(err error) error {
 	switch sqliteCode(err) {
 	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL: // a lock of another program, a full disk
