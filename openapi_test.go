@@ -197,24 +197,37 @@ type schema struct {
 	Properties                                     map[string]schema
 }
 
-// document returns openapi.json, with each reference {"$ref": "#/components/KIND/NAME"} replaced by
-// the component that it names. (It does not end if a component refers to itself.)
+// document returns openapi.json, with each reference replaced by what it refers to.
 var document = sync.OnceValue(func() (d openAPIDocument) {
-	var named struct {
-		Components map[string]map[string]json.RawMessage
-	}
-	err := json.Unmarshal(openAPI, &named)
-
-	reference := regexp.MustCompile(`\{"\$ref": "#/components/(\w+)/(\w+)"\}`)
-	text := openAPI
-	for reference.Match(text) { // a component may have references, too
-		text = reference.ReplaceAllFunc(text, func(found []byte) []byte {
-			match := reference.FindSubmatch(found)
-			return named.Components[string(match[1])][string(match[2])]
-		})
-	}
+	var root any
+	err := json.Unmarshal(openAPI, &root)
+	text, _ := json.Marshal(resolve(root, root))
 	if err := errors.Join(err, json.Unmarshal(text, &d)); err != nil {
 		panic(err)
 	}
 	return d
 })
+
+// resolve returns a value of a JSON document, root, in which each reference, such as {"$ref":
+// "#/components/schemas/Pet"}, is replaced by what it refers to. (It does not end if that refers to
+// itself.)
+func resolve(root, value any) any {
+	switch v := value.(type) {
+	case []any:
+		for i := range v {
+			v[i] = resolve(root, v[i])
+		}
+	case map[string]any:
+		if reference, isReference := v["$ref"].(string); isReference {
+			target := root
+			for _, name := range strings.Split(reference, "/")[1:] { // after the #
+				target = target.(map[string]any)[name]
+			}
+			return resolve(root, target)
+		}
+		for name := range v {
+			v[name] = resolve(root, v[name])
+		}
+	}
+	return value
+}
