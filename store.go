@@ -422,7 +422,7 @@ func (s *store) close() error {
 // migrations[v] takes a database from schema version v to version v+1. The version is PRAGMA
 // user_version, which is 0 in a new database. All of them together make this schema:
 //   - pets (id, name, category_id, status). With AUTOINCREMENT, no id is used again.
-//   - pets_by_status, an index on (status). Each index also has the id, in ascending order.
+//   - pets_by_status, an index on (status). It also has the id, as each index has the rowid.
 //   - idempotency_keys (caller, key, created, response): the first response, a Pet in JSON, to the
 //     Idempotency-Key of a caller. created is in Unix seconds; an index has it, too. Leave these
 //     columns as they are: deploy/animalstore-merge copies them.
@@ -661,9 +661,9 @@ func sqliteCode(err error) int {
 //     So creates and checkHealth fail until all files are in their places (checkFiles). Reads go on.
 //   - At a stop, because only the service has such files open, and it closes them. So it first
 //     saves a copy (closeMisplaced).
-//   - At a start, if a file is missing that the others need, or a stop has saved a copy: the service
-//     would go on without their animals, and give their ids to others. So a start is refused, and a
-//     backup, too (checkPath).
+//   - At a start, if there is a WAL without a database, a -shm without a WAL, or a copy that a stop
+//     has saved: the service would go on without their animals, and give their ids to others. So a
+//     start is refused, and a backup, too (checkPath).
 
 // fileSuffixes has the suffixes of the files of an open database: see store.
 var fileSuffixes = []string{"", "-wal", "-shm"}
