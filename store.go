@@ -690,7 +690,8 @@ func (s *store) checkFiles(suffixes ...string) error {
 // warning, and returns nil.
 func (s *store) closeMisplaced(cause error) error {
 	saved, err := s.saveCopy()
-	if s.checkFiles("") != nil {
+	databaseMoved := s.checkFiles("") != nil // and not only the -wal or the -shm
+	if databaseMoved {
 		// SQLite leaves the WAL of a moved database behind, and would apply it to the next database
 		// at the path, and damage that. So empty the WAL. (If another program reads it, it stays.)
 		s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -701,7 +702,7 @@ func (s *store) closeMisplaced(cause error) error {
 	switch {
 	case err != nil:
 		return fmt.Errorf("%w; its animals cannot be saved: %w", cause, err)
-	case s.checkFiles("") == nil && hasAll(s.path, saved):
+	case !databaseMoved && hasAll(s.path, saved):
 		s.logger.Warn("the database has all animals again", "cause", cause)
 		return os.Remove(saved)
 	}
