@@ -1,20 +1,16 @@
 package main
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"maps"
 	"net"
-	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
-	"time"
 )
 
 // TestRefusedSettings runs the program with wrong settings, and with -h: it must end at once with
@@ -125,39 +121,6 @@ func TestSignals(t *testing.T) {
 	p.log.wantNoText(t, "cut off")
 	wantOnly(t, filepath.Dir(file), "animals.db")
 	wantPetCount(t, file, int(created.Load()))
-}
-
-// TestStopWithoutFolders stops the program after its database was deleted, with the two folders
-// where the stop would save a copy. It must save one in its working directory, and end with status
-// 1. A start there must be refused.
-func TestStopWithoutFolders(t *testing.T) {
-	t.Parallel()
-	above := filepath.Join(t.TempDir(), "above")
-	folder := filepath.Join(above, "folder")
-	must(t, os.MkdirAll(folder, 0o700))
-	p := start(t, filepath.Join(folder, "animals.db"), withAPIKey)
-	p.create(rex).want(t, 201)
-
-	must(t, os.RemoveAll(above))
-	must(t, p.cmd.Process.Signal(syscall.SIGTERM))
-	if status := p.wait(t); status != 1 {
-		t.Fatalf("the status is %d, want 1", status)
-	}
-	_, name, _ := strings.Cut(p.log.String(), `all its animals are in "`+p.cmd.Dir+"/")
-	name, _, _ = strings.Cut(name, `"`)
-	wantOnly(t, p.cmd.Dir, name)
-	wantPetCount(t, filepath.Join(p.cmd.Dir, name), 1)
-
-	must(t, os.MkdirAll(folder, 0o700))
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second) // in case it starts
-	defer cancel()
-	again := exec.CommandContext(ctx, os.Args[0], p.cmd.Args[1:]...)
-	again.Dir, again.Env = p.cmd.Dir, p.cmd.Env
-	_, err := again.StdinPipe() // see TestMain
-	must(t, err)
-	if output, _ := again.CombinedOutput(); !strings.Contains(string(output), "a stop has saved all") {
-		t.Fatalf("the next start wrote %s, want that it is refused", output)
-	}
 }
 
 // TestUnreadLog closes the pipe that the program logs to: the program must go on.

@@ -12,7 +12,6 @@ import (
 	"path/filepath"
 	"runtime"
 	"runtime/debug"
-	"strings"
 	"sync"
 	"time"
 
@@ -110,8 +109,8 @@ type store struct {
 	insertResponse *sql.Stmt
 	deleteExpired  *sql.Stmt // Idempotency-Keys
 
-	nextMu sync.Mutex // guards next and next.creations
-	next   *batch     // new creations join it, until commit replaces it; never nil
+	nextMu sync.Mutex // guards next and next.calls
+	next   *batch     // new calls of create join it, until storeBatch replaces it; never nil
 }
 
 // list returns the pets that o selects, by ascending id. Its error may be errUnavailable.
@@ -149,9 +148,9 @@ func (s *store) get(id int64) (p Pet, err error) {
 	return p, markUnavailable(err)
 }
 
-// creation is a call of create: its arguments, and the results that insert sets. The results count
-// only if the batch is committed.
-type creation struct {
+// createCall is a call of create: its arguments, and the results that insert sets. The results
+// count only if the transaction is committed.
+type createCall struct {
 	caller         []byte
 	idempotencyKey string
 	pet            NewPet
@@ -161,17 +160,17 @@ type creation struct {
 	err      error // of this pet alone, such as errIdempotencyKeyReused or errRefused
 }
 
-// batch has the creations that one transaction stores. This is group commit:
-//  1. Each creation joins s.next, and calls once.Do. The first call runs commit.
-//  2. commit waits until the batch before is stored. Meanwhile, more creations join.
-//  3. commit puts a new batch in s.next. From then on, nothing joins the old one.
-//  4. commit stores the creations of the old batch. Then Do returns to all of them.
+// batch has the calls of create that one transaction stores. This is group commit:
+//  1. Each call joins s.next, and calls once.Do. The first of them runs storeBatch.
+//  2. storeBatch waits until the batch before is stored. Meanwhile, more calls join.
+//  3. storeBatch puts a new batch in s.next. From then on, nothing joins the old one.
+//  4. storeBatch stores the pets of the old batch. Then Do returns to all of its calls.
 //
 // So there are at most two batches at a time: one is being stored, and s.next waits for it.
 type batch struct {
-	creations []*creation
-	once      sync.Once // runs commit
-	err       error     // of the transaction
+	calls []*createCall
+	once  sync.Once // runs storeBatch
+	err   error     // of the transaction
 }
 
 // create stores a pet, and returns it with its id once it is on disk. caller is the SHA-256 sum of
@@ -187,30 +186,30 @@ type batch struct {
 func (s *store) create(
 	caller []byte, idempotencyKey string, pet NewPet,
 ) (stored Pet, replayed bool, err error) {
-	c := &creation{caller: caller, idempotencyKey: idempotencyKey, pet: pet}
+	c := &createCall{caller: caller, idempotencyKey: idempotencyKey, pet: pet}
 
 	s.nextMu.Lock()
 	b := s.next
-	b.creations = append(b.creations, c)
+	b.calls = append(b.calls, c)
 	s.nextMu.Unlock()
 
-	// The first call for b runs commit. The others wait until that has returned.
-	b.once.Do(func() { s.commit(b) })
+	// The first call of b runs storeBatch. The others wait until that has returned.
+	b.once.Do(func() { s.storeBatch(b) })
 	if b.err != nil {
 		return Pet{}, false, b.err
 	}
 	return c.stored, c.replayed, c.err
 }
 
-// commit stores the creations of b, which is s.next at first, and sets their results: see batch.
-func (s *store) commit(b *batch) {
+// storeBatch stores the pets of b, which is s.next at first, and sets the results: see batch.
+func (s *store) storeBatch(b *batch) {
 	defer s.exitOnPanic()
 
 	s.writerMu.Lock() // waits until the batch before is stored
 	defer s.writerMu.Unlock()
 
 	s.nextMu.Lock()
-	s.next = new(batch) // so b.creations is complete
+	s.next = new(batch) // so b.calls is complete
 	s.nextMu.Unlock()
 
 	b.err = markUnavailable(inTx(s.writer, func(tx *sql.Tx) error {
@@ -219,7 +218,7 @@ func (s *store) commit(b *batch) {
 			return fmt.Errorf("%w: %w", errUnavailable, err)
 		}
 		now := time.Now()
-		for _, c := range b.creations {
+		for _, c := range b.calls {
 			if err := s.insert(tx, c, now); err != nil {
 				return err
 			}
@@ -230,7 +229,7 @@ func (s *store) commit(b *batch) {
 
 // insert inserts the pet of c in tx, unless its Idempotency-Key was used before, and sets the
 // results of c. If it returns an error, tx must be rolled back.
-func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
+func (s *store) insert(tx *sql.Tx, c *createCall, now time.Time) error {
 	oldest := now.Add(-idempotencyKeyLifetime).Unix() // Idempotency-Keys from before have expired
 
 	if c.idempotencyKey != "" {
@@ -272,7 +271,7 @@ func (s *store) insert(tx *sql.Tx, c *creation, now time.Time) error {
 }
 
 // replay sets the results of c from the first response to its Idempotency-Key.
-func (c *creation) replay(response []byte) {
+func (c *createCall) replay(response []byte) {
 	c.replayed = true
 	// A response from before a member was added to NewPet lacks it. Take that member from c.pet, so
 	// that it does not count as a difference.
@@ -283,13 +282,13 @@ func (c *creation) replay(response []byte) {
 	}
 }
 
-// exitOnPanic, deferred, ends the program with status 1 after a panic in list, get or commit.
+// exitOnPanic, deferred, ends the program with status 1 after a panic in list, get or storeBatch.
 //
 // After a panic in Query or Exec, the connection and its locks stay in use for ever. A deferred
 // tx.Rollback would wait for them for ever, so inTx does not defer it. A deferred rows.Close does
 // not wait.
 //
-// If commit panics, sync.Once.Do returns to all other creates of the batch as if commit had
+// If storeBatch panics, sync.Once.Do returns to all other calls of the batch as if storeBatch had
 // succeeded, and they would return pets that are not stored.
 func (s *store) exitOnPanic() {
 	if p := recover(); p != nil {
@@ -304,8 +303,8 @@ func openStore(path string, logger *slog.Logger) (*store, error) {
 		path:    path,
 		files:   map[string]os.FileInfo{},
 		logger:  logger,
-		readers: newPool(path, "ro", max(4, runtime.GOMAXPROCS(0))), // some may wait for the disk
-		writer:  newPool(path, "rwc", 1),
+		readers: newPool(path, "mode=ro", max(4, runtime.GOMAXPROCS(0))), // some may wait for the disk
+		writer:  newPool(path, "mode=rwc", 1),
 		next:    new(batch),
 	}
 	if err := s.open(); err != nil {
@@ -316,9 +315,13 @@ func openStore(path string, logger *slog.Logger) (*store, error) {
 
 // open opens the database, brings it up to date, and prepares the statements.
 func (s *store) open() error {
-	if err := checkPath(s.path); err != nil {
+	if err := checkComplete(s.path); err != nil {
 		return err
 	}
+
+	// If the -shm was deleted, another program may still have it open. All programs must use the
+	// same one, because it has their locks. (If it is there, Link changes nothing.)
+	os.Link(linkOf(s.path)+"-shm", s.path+"-shm")
 
 	// migrate refuses a foreign database. It comes before journal_mode, which would change the
 	// file.
@@ -342,6 +345,7 @@ func (s *store) open() error {
 			return err
 		}
 	}
+	s.linkFiles()
 	if err := s.prepare(); err != nil {
 		return err
 	}
@@ -406,70 +410,36 @@ func (s *store) checkHealth() error {
 	return err
 }
 
-// close waits until the batch in progress is stored, and closes the store. If a file is not in its
-// place, close first saves the animals: see closeMisplaced.
-func (s *store) close() error {
-	s.writerMu.Lock()
-	defer s.writerMu.Unlock()
-
-	if err := s.checkFiles(fileSuffixes...); err != nil {
-		return s.closeMisplaced(err)
-	}
-	// The writer closes last, because a read-only connection cannot delete the WAL.
-	return errors.Join(s.readers.Close(), s.writer.Close())
-}
-
 // migrations[v] takes a database from schema version v to version v+1. The version is PRAGMA
-// user_version, which is 0 in a new database. All of them together make this schema:
-//   - pets (id, name, category_id, status). With AUTOINCREMENT, no id is used again.
-//   - pets_by_status, an index on (status). It also has the id, as each index has the rowid.
-//   - idempotency_keys (caller, key, created, response): the first response, a Pet in JSON, to the
-//     Idempotency-Key of a caller. created is in Unix seconds; an index has it, too. Leave these
-//     columns as they are: deploy/animalstore-merge copies them.
-//
-// The CHECKs are for edits by other programs, and are not all rules of the API.
+// user_version, which is 0 in a new database.
 //
 // To change the schema, append to this list. Never edit a string that was released: a database that
 // already has its version would not get the edit.
 var migrations = []string{
-	`PRAGMA application_id = 0x50657473;
+	`PRAGMA application_id = 0x50657473;`,
 
-	CREATE TABLE pets (
+	// The CHECKs are for edits by other programs, and are not all rules of the API. With
+	// AUTOINCREMENT, no id is used again. The index on status also has the id, as each index has the
+	// rowid.
+	//
+	// A row of idempotency_keys has the first response, a Pet in JSON, to the Idempotency-Key of a
+	// caller. created is in Unix seconds. The SQL of deploy/README.md copies these rows.
+	`CREATE TABLE pets (
 		id INTEGER PRIMARY KEY AUTOINCREMENT CHECK (id > 0),
 		name TEXT NOT NULL CHECK (length(name) BETWEEN 1 AND 255),
 		category_id INTEGER NOT NULL,
 		status TEXT NOT NULL DEFAULT 'available'
 			CHECK (status = 'available' OR status = 'pending' OR status = 'sold')
 	) STRICT;
-	CREATE INDEX pets_by_status ON pets (status, id, name, category_id);
-
-	CREATE TABLE idempotency_keys (
-		caller BLOB NOT NULL,
-		key TEXT NOT NULL,
-		created INTEGER NOT NULL,
-		id INTEGER NOT NULL,
-		name TEXT NOT NULL,
-		category_id INTEGER NOT NULL,
-		status TEXT NOT NULL,
-		PRIMARY KEY (caller, key)
-	) STRICT, WITHOUT ROWID;
-	CREATE INDEX idempotency_keys_by_age ON idempotency_keys (created);`,
-
-	// In version 1, pets_by_status and idempotency_keys had the columns of each pet, too.
-	`DROP INDEX pets_by_status;
 	CREATE INDEX pets_by_status ON pets (status);
 
-	CREATE TABLE responses (
+	CREATE TABLE idempotency_keys (
 		caller BLOB NOT NULL,
 		key TEXT NOT NULL,
 		created INTEGER NOT NULL,
 		response TEXT NOT NULL,
 		PRIMARY KEY (caller, key)
 	) STRICT;
-	INSERT INTO responses SELECT caller, key, created, json_object(
-		'id', id, 'name', name, 'categoryId', category_id, 'status', status) FROM idempotency_keys;
-	DROP TABLE idempotency_keys;
-	ALTER TABLE responses RENAME TO idempotency_keys;
 	CREATE INDEX idempotency_keys_by_age ON idempotency_keys (created);`,
 }
 
@@ -507,7 +477,7 @@ func readSchemaVersion(tx *sql.Tx, newest int) (version int, err error) {
 	}
 
 	empty := id == 0 && version == 0 && objects == 0
-	ours := id == applicationID && version > 0
+	ours := id == applicationID && version > 1 // nothing was released with version 1
 	if !empty && !ours {
 		return 0, fmt.Errorf("not a database of this service: "+
 			"its application_id is %d, and its user_version %d", id, version)
@@ -518,10 +488,10 @@ func readSchemaVersion(tx *sql.Tx, newest int) (version int, err error) {
 	return version, nil
 }
 
-// backup writes a copy of the database at path, which may be in use, to the new file target: see
-// copyTo.
+// backup writes a copy of the database at path, which may be in use, to the new file target, which
+// gets that name only after the copy is verified and on disk.
 func backup(ctx context.Context, path, target string) error {
-	if err := checkPath(path); err != nil {
+	if err := checkComplete(path); err != nil {
 		return err
 	}
 	// SQLite would apply an old -wal or -journal of this name to the copy.
@@ -530,16 +500,7 @@ func backup(ctx context.Context, path, target string) error {
 			return fmt.Errorf("%q exists already; name a new file", name)
 		}
 	}
-	// If the service is stopped, SQLite makes a -wal and a -shm. With "ro", it could not delete
-	// them.
-	db := newPool(path, "rw", 1)
-	defer db.Close()
-	return copyTo(ctx, db, target)
-}
 
-// copyTo writes a copy of db to the new file target, which gets that name only after the copy is
-// verified and on disk.
-func copyTo(ctx context.Context, db *sql.DB, target string) error {
 	temp, err := os.CreateTemp(filepath.Dir(target), filepath.Base(target)+".*.tmp")
 	if err != nil {
 		return err
@@ -548,6 +509,10 @@ func copyTo(ctx context.Context, db *sql.DB, target string) error {
 	defer os.Remove(temp.Name() + "-journal") // SQLite leaves one if the disk is full
 	defer temp.Close()
 
+	// If the service is stopped, SQLite makes a -wal and a -shm. With "ro", it could not delete
+	// them.
+	db := newPool(path, "mode=rw", 1)
+	defer db.Close()
 	// VACUUM INTO refuses a file that exists, unless it is empty, as temp is.
 	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", temp.Name()); err != nil {
 		return err
@@ -574,7 +539,7 @@ func copyTo(ctx context.Context, db *sql.DB, target string) error {
 // verify returns an error if the database at path is empty or damaged, is not one of this service,
 // or was written by a newer version.
 func verify(ctx context.Context, path string) error {
-	db := newPool(path, "rw", 1) // with "ro", SQLite ignores the CHECK constraints of the schema
+	db := newPool(path, "mode=rw", 1) // with "ro", SQLite ignores the CHECK constraints of the schema
 	defer db.Close()
 
 	return inTx(db, func(tx *sql.Tx) error {
@@ -611,11 +576,11 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 	return tx.Commit() // if COMMIT fails, the driver rolls back
 }
 
-// newPool returns a pool of up to size connections to the database at path. None is open yet. mode
-// is one of SQLite's: ro, rw, or rwc, which creates a missing file.
-func newPool(path, mode string, size int) *sql.DB {
+// newPool returns a pool of up to size connections to the database at path. None is open yet.
+// options are parameters of SQLite for its URI, such as mode=ro, or mode=rwc, which creates a
+// missing file. See https://sqlite.org/uri.html.
+func newPool(path, options string, size int) *sql.DB {
 	query := url.Values{ // see https://pkg.go.dev/modernc.org/sqlite#Driver.Open
-		"mode":      {mode},
 		"_error_rc": {"1"}, // errors have their own message, and not that of an earlier error
 		// BEGIN waits for the write lock. After a plain BEGIN and a SELECT, an INSERT would not
 		// wait, but fail.
@@ -627,7 +592,7 @@ func newPool(path, mode string, size int) *sql.DB {
 			"checkpoint_fullfsync(ON)",
 		},
 	}
-	name := "file:" + url.PathEscape(filepath.ToSlash(path)) + "?" + query.Encode()
+	name := "file:" + url.PathEscape(filepath.ToSlash(path)) + "?" + options + "&" + query.Encode()
 
 	db, _ := sql.Open("sqlite", name) // fails only if there is no such driver
 	db.SetMaxOpenConns(size)
@@ -653,17 +618,15 @@ func sqliteCode(err error) int {
 	return 0
 }
 
-// The rest guards the files of the database. Operators and other programs move, delete and replace
-// files. SQLite does not notice, and goes on with the files that it has open. So animals can be
-// lost:
-//
-//   - While the service runs, because after a kill, nobody would find what is added to such files.
-//     So creates and checkHealth fail until all files are in their places (checkFiles). Reads go on.
-//   - At a stop, because only the service has such files open, and it closes them. So it first
-//     saves a copy (closeMisplaced).
-//   - At a start, if there is a WAL without a database, a -shm without a WAL, or a copy that a stop
-//     has saved: the service would go on without their animals, and give their ids to others. So a
-//     start is refused, and a backup, too (checkPath).
+// The rest guards the files of the database. People and programs move, delete and replace files.
+// SQLite does not notice that, and goes on with the files that it has open. When it closes a file
+// that has no name any more, the animals in that are gone. The next start would make a new
+// database, and give their ids to other animals. So:
+//   - While a file is not in its place, creates and checkHealth fail: see checkFiles.
+//   - While the service runs, and after a kill, each file has a second name: a hard link in a
+//     hidden folder. See linkFiles.
+//   - While the links have animals that the database lacks, a start, a backup and a stop fail.
+//     Their error says where the links are. See lost.
 
 // fileSuffixes has the suffixes of the files of an open database: see store.
 var fileSuffixes = []string{"", "-wal", "-shm"}
@@ -682,97 +645,128 @@ func (s *store) checkFiles(suffixes ...string) error {
 	return nil
 }
 
-// closeMisplaced closes the store while a file is not in its place, which cause says. It saves a
-// copy of the database first. Its error names the copy, or says why there is none.
-//
-// If only the -wal or the -shm was removed, SQLite still copies the WAL to the database when the
-// last connection closes. If no animal is missing then, closeMisplaced deletes the copy, logs a
-// warning, and returns nil.
-func (s *store) closeMisplaced(cause error) error {
-	saved, err := s.saveCopy()
-	databaseMoved := s.checkFiles("") != nil // and not only the -wal or the -shm
-	if databaseMoved {
-		// SQLite leaves the WAL of a moved database behind, and would apply it to the next database
-		// at the path, and damage that. So empty the WAL. (If another program reads it, it stays.)
-		s.writer.Exec("PRAGMA wal_checkpoint(TRUNCATE)")
-	}
-	s.readers.Close()
-	s.writer.Close()
-
-	switch {
-	case err != nil:
-		return fmt.Errorf("%w; its animals cannot be saved: %w", cause, err)
-	case !databaseMoved && hasAll(s.path, saved):
-		s.logger.Warn("the database has all animals again", "cause", cause)
-		return os.Remove(saved)
-	}
-	return fmt.Errorf("%w; all its animals are in %q", cause, saved)
+// linkOf returns the name of the link to the database at path, in a hidden folder. With a suffix,
+// it is the name of the link to another file.
+func linkOf(path string) string {
+	folder, name := filepath.Split(path)
+	return filepath.Join(folder, "."+name+".links", name)
 }
 
-// saveCopy saves a copy of the open database in the first of saveFolders where that is possible,
-// and returns its path.
-func (s *store) saveCopy() (saved string, err error) {
-	name := filepath.Base(s.path) + savedInfix + time.Now().UTC().Format("2006-01-02-150405")
-	for _, folder := range saveFolders(s.path) {
-		saved = filepath.Join(folder, name)
-		if err = copyTo(context.Background(), s.writer, saved); err == nil {
-			break
-		}
+// linkFiles makes the links to the files, in place of those that a kill has left behind. If that
+// fails, as on a file system without hard links, it logs a warning.
+func (s *store) linkFiles() {
+	link := linkOf(s.path)
+	folder := filepath.Dir(link)
+	err := errors.Join(os.RemoveAll(folder), os.Mkdir(folder, 0o700))
+	for _, suffix := range fileSuffixes {
+		err = errors.Join(err, os.Link(s.path+suffix, link+suffix))
 	}
-	return saved, err
+	if err != nil {
+		os.RemoveAll(folder) // some links without the others are of no use
+		s.logger.Warn("the files of the database have no links", "error", err)
+	}
 }
 
-// savedInfix is in the name of a saved copy, between the name of the database and the time.
-const savedInfix = ".rescued-"
+// close waits until the batch in progress is stored, and closes the store. It returns an error if
+// the database is not in its place, or lacks animals. Otherwise, it deletes the links.
+func (s *store) close() error {
+	s.writerMu.Lock()
+	defer s.writerMu.Unlock()
 
-// saveFolders returns where a stop may save a copy of the database at path: in its folder or, if
-// that is gone or full, in the one above, or in the working directory. (For systemd, that is the
-// folder of the backups: see deploy/animalstore.service.)
-func saveFolders(path string) []string {
-	folder := filepath.Dir(path)
-	workingDirectory, _ := os.Getwd() // fails if that is gone
-	return []string{folder, filepath.Join(folder, ".."), workingDirectory}
-}
-
-// hasAll reports whether the database at path has all rows of the database saved.
-func hasAll(path, saved string) (ok bool) {
-	db := newPool(path, "rw", 1)
-	defer db.Close()
-	// An error leaves ok false.
-	db.Exec("ATTACH ? AS saved", saved)
-	db.QueryRow(`SELECT NOT EXISTS (SELECT * FROM saved.pets EXCEPT SELECT * FROM main.pets)
-		AND NOT EXISTS (SELECT * FROM saved.idempotency_keys EXCEPT SELECT * FROM main.idempotency_keys)
-		AND NOT EXISTS (SELECT * FROM saved.sqlite_sequence EXCEPT SELECT * FROM main.sqlite_sequence)`,
-	).Scan(&ok)
-	return ok
-}
-
-// checkPath returns an error if a stop has saved a copy of the database at path, or if one of its
-// files is missing, although SQLite would open what is left.
-//
-// It refuses a symbolic link, too: SQLite keeps the WAL beside the file that the link leads to, and
-// the functions here look beside path.
-func checkPath(path string) error {
-	database, _ := os.Lstat(path)
-	if database != nil && database.Mode().Type() == os.ModeSymlink {
-		return errors.New("it is a symbolic link: name the file that it leads to")
+	moved := s.checkFiles("")
+	if moved != nil {
+		// SQLite does not copy the WAL to a database that was moved. Do it here, so that the file
+		// that was moved has all animals. (After an error, they are still in the WAL.)
+		s.writer.Exec("PRAGMA wal_checkpoint(FULL)")
 	}
-	for _, folder := range saveFolders(path) {
-		pattern := filepath.Join(folder, filepath.Base(path)+savedInfix+"????-??-??-??????")
-		pattern = strings.ReplaceAll(pattern, "[", "?") // for Glob, [ begins a class of characters
-		if saved, _ := filepath.Glob(pattern); saved != nil {
-			return fmt.Errorf("a stop has saved all animals in %q: restore it, or rename or delete it", saved[0])
-		}
+	// The writer closes last, because a read-only connection cannot delete the WAL.
+	if err := errors.Join(s.readers.Close(), s.writer.Close()); err != nil {
+		return err
 	}
 
-	const missing = "%q is missing or empty: put it back beside %q, or restore a backup"
-	wal, _ := os.Stat(path + "-wal")
-	if (database == nil || database.Size() == 0) && wal != nil && wal.Size() > 0 {
-		return fmt.Errorf(missing, path, path+"-wal") // SQLite would delete the WAL
+	if err := checkComplete(s.path); err != nil {
+		return err
 	}
-	// SQLite makes the WAL before the -shm, and deletes the -shm before the WAL.
-	if shm, _ := os.Stat(path + "-shm"); shm != nil && wal == nil {
-		return fmt.Errorf(missing, path+"-wal", path+"-shm")
+	if moved != nil {
+		return moved // the whole folder was moved, with the links in it
+	}
+	// While there is a WAL, another program has the database open, and may need the links.
+	if _, err := os.Stat(s.path + "-wal"); errors.Is(err, os.ErrNotExist) {
+		os.RemoveAll(filepath.Dir(linkOf(s.path))) // if this fails, the next start does it
 	}
 	return nil
+}
+
+// checkComplete returns an error if the database at path lacks animals, or is a symbolic link:
+// SQLite keeps the WAL beside the file that the link leads to, and the functions here look beside
+// path.
+func checkComplete(path string) error {
+	if file, err := os.Lstat(path); err == nil && file.Mode().Type() == os.ModeSymlink {
+		return errors.New("it is a symbolic link: name the file that it leads to")
+	}
+	isLost, err := lost(path)
+	if err != nil {
+		return fmt.Errorf("looking for lost animals: %w", err)
+	}
+	if isLost {
+		return fmt.Errorf("a file of the database was moved, deleted or replaced; all animals are "+
+			"in %q: end all programs that use the database, and put all files of this folder back",
+			filepath.Dir(linkOf(path)))
+	}
+	return nil
+}
+
+// lost reports whether the links of the database at path have animals that it lacks. That is so if
+//   - the database is another file than its link, or
+//   - the WAL is another file than its link, which has animals that are not in the database. (When
+//     the last connection of all programs closes, SQLite copies the WAL to the database, and deletes
+//     it. Then nothing is lost.)
+func lost(path string) (bool, error) {
+	link := linkOf(path)
+	if _, err := os.ReadDir(filepath.Dir(link)); errors.Is(err, os.ErrPermission) {
+		return false, err // there may be links
+	}
+	if !inPlace(path, link) {
+		return true, nil
+	}
+	if inPlace(path+"-wal", link+"-wal") {
+		return false, nil
+	}
+
+	// Read the linked WAL in a new folder: beside path, there may be the -shm of another WAL, and
+	// SQLite would delete a -wal that somebody is just putting back.
+	folder, err := os.MkdirTemp(filepath.Dir(link), "")
+	if err != nil {
+		return false, err
+	}
+	defer os.RemoveAll(folder)
+	database := filepath.Join(folder, "db")
+	err = errors.Join(os.Link(path, database), os.Link(link+"-wal", database+"-wal"))
+	if err != nil {
+		return false, err
+	}
+	// With writable_schema, SQLite also reads an old WAL of a database that has grown since.
+	withWAL, err := lastID(database, "mode=ro&_pragma=writable_schema(ON)")
+	// An error of the database alone means that it was copied in part, and needs the WAL.
+	alone, _ := lastID(path, "immutable=1")
+	return withWAL > alone, err
+}
+
+// inPlace reports whether path is the file that has this link, or there is no link.
+func inPlace(path, link string) bool {
+	linked, err := os.Stat(link)
+	if err != nil {
+		return true
+	}
+	file, err := os.Stat(path)
+	return err == nil && os.SameFile(file, linked)
+}
+
+// lastID returns the greatest id that a database has given, or 0. options are those of newPool.
+func lastID(path, options string) (id int64, err error) {
+	db := newPool(path, options, 1)
+	defer db.Close()
+	err = db.QueryRow(`SELECT coalesce(max(seq), 0) FROM sqlite_sequence
+		WHERE name = 'pets'`).Scan(&id)
+	return id, err
 }

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"crypto/sha256"
 	"fmt"
 	"io"
 	"log/slog"
@@ -10,9 +9,9 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -324,21 +323,7 @@ func TestRefusedDatabases(t *testing.T) {
 		}, "not a database of this service: its application_id is 1"},
 		{"of a newer version", edit(fmt.Sprint("PRAGMA user_version = ", len(migrations)+1)),
 			"a newer version of this service has written the database"},
-		{"a WAL alone", func(t *testing.T, file string) { must(t, os.Rename(file, file+"-wal")) },
-			`animals.db" is missing or empty: put it back beside `},
-		{"a WAL and an empty file", func(t *testing.T, file string) {
-			must(t, os.Rename(file, file+"-wal"))
-			writeFile(t, file, "")
-		}, `animals.db" is missing or empty: put it back beside `},
-		{"a -shm without a WAL", func(t *testing.T, file string) { writeFile(t, file+"-shm", "") },
-			`animals.db-wal" is missing or empty: put it back beside `},
-		{"beside a copy that a stop has saved", func(t *testing.T, file string) {
-			writeFile(t, file+".rescued-2026-01-02-030405", "")
-		}, "a stop has saved all animals in "},
-		{"with such a copy in the folder above", func(t *testing.T, file string) {
-			above := filepath.Dir(filepath.Dir(file))
-			writeFile(t, filepath.Join(above, "animals.db.rescued-2026-01-02-030405"), "")
-		}, "a stop has saved all animals in "},
+		{"lost, but for its link", moveToLinks(""), "all animals are in "},
 		{"a link", func(t *testing.T, file string) {
 			must(t, os.Rename(file, file+".real"))
 			must(t, os.Symlink(file+".real", file))
@@ -352,6 +337,14 @@ func TestRefusedDatabases(t *testing.T) {
 			wantRefusal(t, dir, withAPIKey, 1, c.message, "-addr", "127.0.0.1:0", "-db", file)
 			wantRefusal(t, dir, withAPIKey, 1, c.message, "-db", file, "-backup", dir+"/copy.db")
 		})
+	}
+}
+
+// moveToLinks returns a function that moves a database to the place of the link with a suffix.
+func moveToLinks(suffix string) func(t *testing.T, file string) {
+	return func(t *testing.T, file string) {
+		must(t, os.Mkdir(filepath.Dir(linkOf(file)), 0o700))
+		must(t, os.Rename(file, filepath.Join(filepath.Dir(linkOf(file)), filepath.Base(file)+suffix)))
 	}
 }
 
@@ -423,11 +416,8 @@ func TestNamesOfDatabases(t *testing.T) {
 
 		wantOnly(t, dir, name)
 		again := openService(t, s.file)
-		again.log.wantNoText(t, "new and empty")
+		again.log.wantNoText(t, "new and empty", "have no links")
 		must(t, again.close())
-		// A copy that a stop has saved is found by a pattern.
-		writeFile(t, s.file+".rescued-2026-01-02-030405", "")
-		wantNoStart(t, s.file, "a stop has saved all animals in ")
 	}
 }
 
@@ -494,7 +484,7 @@ func TestQueryPlans(t *testing.T) {
 // the WAL would grow for ever.
 func TestPragmas(t *testing.T) {
 	t.Parallel()
-	db := newPool(newService(t).file, "rw", 1)
+	db := newPool(newService(t).file, "mode=rw", 1)
 	defer db.Close()
 	var got string
 	must(t, db.QueryRow(`SELECT concat_ws(' ', journal_mode, synchronous, timeout, fullfsync,
@@ -513,7 +503,7 @@ func TestPragmas(t *testing.T) {
 func TestMigration(t *testing.T) {
 	t.Parallel()
 	file := newClosedDatabase(t)
-	db := newPool(file, "rwc", 1)
+	db := newPool(file, "mode=rwc", 1)
 	defer db.Close()
 	const versionAndCategory = `SELECT user_version || ' ' || category_id
 		FROM pragma_user_version, pets`
@@ -532,29 +522,6 @@ func TestMigration(t *testing.T) {
 		must(t, err)
 		wantSQL(t, file, versionAndCategory, fmt.Sprint(version+1, " 8"))
 	}
-}
-
-// TestVersion1 opens a database of version 1, in which an Idempotency-Key was used: a repeat must
-// get the first response.
-func TestVersion1(t *testing.T) {
-	t.Parallel()
-	file := newFile(t)
-	db := newPool(file, "rwc", 1)
-	_, err := migrate(db, migrations[:1])
-	must(t, err)
-	must(t, db.Close())
-	caller := sha256.Sum256([]byte(testKey))
-	execSQL(t, file, "INSERT INTO pets VALUES (1, ?, 7, 'sold')", `"<é>"`)
-	execSQL(t, file, "INSERT INTO idempotency_keys SELECT ?, 'k', 9999999999, * FROM pets", caller[:])
-
-	s := openService(t, file)
-	wantSQL(t, file, "SELECT created || ' ' || response FROM idempotency_keys",
-		`9999999999 {"id":1,"name":"\"<é>\"","categoryId":7,"status":"sold"}`)
-	first := s.get("/v1/pets/1").want(t, 200)
-	first.header.Set("Location", "pets/1") // as the response of the create had
-	s.create(`{"name":"\"<é>\"","categoryId":7,"status":"sold"}`, idempotencyKey("k")).
-		wantRepeat(t, first)
-	s.create(rex).wantNew(t, 2)
 }
 
 // TestMissingTable drops the table of a running service: it must not be healthy, and the next start
@@ -578,83 +545,100 @@ func TestMovedFiles(t *testing.T) {
 	s.create(rex).want(t, 201)
 	for _, suffix := range fileSuffixes {
 		must(t, os.Rename(s.file+suffix, s.file+".away"))
-		wantNotInItsPlace(t, s)
+		wantNotInItsPlace(t, s.client)
 		must(t, os.Rename(s.file+".away", s.file+suffix))
 		s.get("/healthz").want(t, 200)
 		s.create(rex).want(t, 201)
 	}
+	s.log.wantText(t, "level=ERROR", "the database is not in its place")
 	must(t, s.close())
 	wantPetCount(t, s.file, 4)
 }
 
-// wantNotInItsPlace checks that a service refuses to add animals, and logs why, but returns them.
-func wantNotInItsPlace(t *testing.T, s *service) {
+// wantNotInItsPlace checks that a service refuses to add animals, but returns them.
+func wantNotInItsPlace(t *testing.T, c client) {
 	t.Helper()
-	s.create(rex).wantError(t, 503, "unavailable", unavailable)
-	s.log.wantText(t, "level=ERROR", "the database is not in its place")
-	s.get("/healthz").wantError(t, 503, "unavailable", unavailable)
-	s.get("/v1/pets/1").want(t, 200)
+	c.create(rex).wantError(t, 503, "unavailable", unavailable)
+	c.get("/healthz").wantError(t, 503, "unavailable", unavailable)
+	c.get("/v1/pets/1").want(t, 200)
 }
 
-// TestStopBesideMisplacedFiles lets a service lose its files by a command of an operator, and stops
-// it, alone and beside another program that has the database open. All animals must be in a copy,
-// beside which a start is refused, or in the database.
-func TestStopBesideMisplacedFiles(t *testing.T) {
+// TestLostFiles lets the program lose its files by a command of an operator, alone and beside another
+// program that has the database open, and stops or kills it. The next start must be refused until the
+// files are moved back, unless the database has the animal. After it, all must be there.
+func TestLostFiles(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
 		command string // runs in the folder of animals.db
-		heals   string // when the database has all animals after the stop
+		heals   string // when the database has the animal, although nobody moves files back
 	}{
-		{"mv animals.db moved", "never"},
 		{"rm animals.db", "never"},
+		{"mv animals.db moved", "never"},
 		{"cp animals.db new; mv new animals.db", "never"},
-		{"mv animals.db-wal moved", "alone"}, // SQLite copies the WAL at the last close
-		{"rm animals.db-wal", "alone"},
+		{"rm animals.db-wal", "stop alone"}, // SQLite copies the WAL at the last close
+		{"mv animals.db-wal moved", "stop alone"},
+		{": >new; mv new animals.db-wal", "stop alone"},
 		{"rm animals.db-shm", "always"}, // the WAL is in its place
+		{"cp animals.db-shm new; mv new animals.db-shm", "always"},
+		{"rm animals.db-wal animals.db-shm", "stop alone"},
+		{"rm animals.db animals.db-wal", "never"},
 		{"rm animals.db*", "never"},
+		{"mkdir new; cp animals.db* new; mv new/* .", "never"},
 		{"mv ../folder ../moved", "never"},
-		{"rm -r ../folder", "never"},
 	} {
-		for _, other := range []bool{false, true} {
-			t.Run(fmt.Sprint(c.command, ", another program: ", other), func(t *testing.T) {
-				t.Parallel()
-				folder := filepath.Join(t.TempDir(), "folder")
-				must(t, os.Mkdir(folder, 0o700))
-				s := openService(t, filepath.Join(folder, "animals.db"))
-				s.create(rex).want(t, 201)
-				if other {
-					_, err := connect(t, s.file).Exec("SELECT * FROM pets") // the connection stays open
-					must(t, err)
-				}
+		for _, signal := range []os.Signal{syscall.SIGTERM, syscall.SIGKILL} {
+			for _, other := range []bool{false, true} {
+				healed := c.heals == "always" ||
+					c.heals == "stop alone" && signal == syscall.SIGTERM && !other
+				name := fmt.Sprint(c.command, ", ", signal, ", another program: ", other)
+				t.Run(name, func(t *testing.T) {
+					t.Parallel()
+					folder := filepath.Join(t.TempDir(), "folder")
+					must(t, os.Mkdir(folder, 0o700))
+					file := filepath.Join(folder, "animals.db")
+					p := start(t, file, withAPIKey)
+					p.create(rex).wantNew(t, 1)
+					if other {
+						_, err := connect(t, file).Exec("SELECT * FROM pets") // the connection stays open
+						must(t, err)
+					}
 
-				command := exec.Command("sh", "-c", c.command)
-				command.Dir = folder
-				must(t, command.Run())
-				wantNotInItsPlace(t, s)
-				if c.heals == "always" || c.heals == "alone" && !other {
-					must(t, s.close())
-					must(t, checkPath(s.file)) // no copy is left
-					wantPetCount(t, s.file, 1)
-				} else {
-					wantSaved(t, s.file, s.close(), 1)
-				}
-			})
+					command := exec.Command("sh", "-c", c.command)
+					command.Dir = folder
+					must(t, command.Run())
+					wantNotInItsPlace(t, p.client)
+					must(t, p.cmd.Process.Signal(signal))
+					if status := p.wait(t); signal == syscall.SIGTERM && (status == 0) != healed {
+						t.Fatalf("the status of the stop is %d: %s", status, &p.log)
+					}
+
+					if !healed {
+						moveBack(t, file)
+					}
+					again := start(t, file, withAPIKey)
+					again.get("/v1/pets/1").want(t, 200)
+					again.create(rex).wantNew(t, 2)
+				})
+			}
 		}
 	}
 }
 
-// wantSaved checks that the error of a stop names a copy, that this has so many animals, and that a
-// start beside it is refused.
-func wantSaved(t *testing.T, file string, stopped error, count int) (saved string) {
+// moveBack checks that a start is refused, and moves the files of a database back: from their links,
+// or with the whole folder, from ../moved.
+func moveBack(t *testing.T, file string) {
 	t.Helper()
-	_, quoted, found := strings.Cut(fmt.Sprint(stopped), "all its animals are in ")
-	saved, err := strconv.Unquote(quoted)
-	if !found || err != nil {
-		t.Fatalf("the stop = %v, want the name of a copy", stopped)
+	folder := filepath.Dir(file)
+	moved := filepath.Join(folder, "..", "moved")
+	if _, err := os.Stat(moved); err == nil {
+		wantNoStart(t, file, "unable to open database file (14)")
+		must(t, os.Rename(moved, folder))
+		return
 	}
-	wantPetCount(t, saved, count)
-	wantNoStart(t, file, "a stop has saved all animals in "+quoted)
-	return saved
+	wantNoStart(t, file, fmt.Sprintf("all animals are in %q", folder+"/.animals.db.links"))
+	for _, suffix := range fileSuffixes {
+		must(t, os.Rename(folder+"/.animals.db.links/animals.db"+suffix, file+suffix))
+	}
 }
 
 // wantNoStart checks that the store cannot be opened, with this message.
@@ -666,40 +650,8 @@ func wantNoStart(t *testing.T, file, message string) {
 	}
 }
 
-// TestStopWithoutACopy stops a service whose database was deleted, and of which no copy can be
-// verified: the stop must say that.
-func TestStopWithoutACopy(t *testing.T) {
-	t.Parallel()
-	s := newService(t)
-	execSQL(t, s.file, "PRAGMA application_id = 1")
-	must(t, os.Remove(s.file))
-	const want = "its animals cannot be saved: not a database of this service"
-	if err := s.close(); err == nil || !strings.Contains(err.Error(), want) {
-		t.Fatalf("the stop = %v, want %s", err, want)
-	}
-}
-
-// TestHasAll compares a database with copies that were edited: hasAll must notice each edit.
-func TestHasAll(t *testing.T) {
-	t.Parallel()
-	file := newClosedDatabase(t)
-	for edit, want := range map[string]bool{
-		"SELECT 1":                     true,
-		"UPDATE pets SET name = 'Tom'": false,
-		"INSERT INTO idempotency_keys VALUES (x'00', 'k', 1, '{}')": false,
-		"UPDATE sqlite_sequence SET seq = 2":                        false, // animal 2 was deleted
-	} {
-		saved := newFile(t)
-		writeFile(t, saved, readFile(t, file))
-		execSQL(t, saved, edit)
-		if got := hasAll(file, saved); got != want {
-			t.Errorf("after %s, hasAll = %v, want %v", edit, got, want)
-		}
-	}
-}
-
-// TestMoveDuringACreate moves the database while a create waits for a lock: it must get 503. The
-// stop must empty the WAL, which would damage the next database at the path.
+// TestMoveDuringACreate moves the database while a create waits for a lock: it must get 503. After the
+// stop, the moved file must have all animals without the WAL, and so must the links.
 func TestMoveDuringACreate(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -711,11 +663,13 @@ func TestMoveDuringACreate(t *testing.T) {
 	})
 	s.create(rex).wantError(t, 503, "unavailable", unavailable)
 
-	saved := wantSaved(t, s.file, s.close(), 1)
-	must(t, os.Remove(saved))
+	if err := s.close(); err == nil {
+		t.Fatal("the stop has returned no error")
+	}
 	wantPetCount(t, s.file+".away", 1)
-	must(t, openService(t, s.file).close()) // makes a new database
-	wantPetCount(t, s.file, 0)
+	moveBack(t, s.file)
+	must(t, openService(t, s.file).close())
+	wantPetCount(t, s.file, 1)
 }
 
 // TestListsOfAMovedDatabase sends four lists at once, which sleep_1s() makes slow (registerSQL), so
@@ -757,26 +711,78 @@ func TestIdleReaders(t *testing.T) {
 	})
 }
 
-// TestStartAfterKill opens the database of a program that was killed: without the WAL, the start
-// must be refused. With it, the start must sync it by a commit, because the newest animals may not
-// be on disk.
+// TestStartAfterKill opens the database of a program that was killed, also after another program has
+// deleted the WAL, by a proper close, and a third one has made a new one. The start must commit
+// something, to sync the WAL, because the newest animals may not be on disk. It must make new links.
 func TestStartAfterKill(t *testing.T) {
+	t.Parallel()
+	for _, newWAL := range []bool{false, true} {
+		file := newFile(t)
+		p := start(t, file, withAPIKey)
+		p.create(rex).want(t, 201)
+		p.cmd.Process.Kill()
+		p.wait(t)
+		if newWAL {
+			wantPetCount(t, file, 1)
+			_, err := connect(t, file).Exec("SELECT * FROM pets") // the connection stays open
+			must(t, err)
+		}
+
+		before := readFile(t, file+"-wal")
+		writeFile(t, filepath.Join(filepath.Dir(linkOf(file)), "old"), "")
+		openService(t, file)
+		if readFile(t, file+"-wal") == before {
+			t.Fatal("the start has committed nothing")
+		}
+		wantPetCount(t, file, 1)
+		wantOnly(t, filepath.Dir(linkOf(file)), "animals.db", "animals.db-shm", "animals.db-wal")
+		for name, content := range readFiles(t, filepath.Dir(linkOf(file))) {
+			if content != readFile(t, filepath.Join(filepath.Dir(file), name)) {
+				t.Fatalf("the link to %s leads to another file", name)
+			}
+		}
+	}
+}
+
+// TestOnlyTheDatabaseMovedBack lets a program that was killed lose its files, and moves only the
+// database back: the start must be refused, because the animal is in the WAL.
+func TestOnlyTheDatabaseMovedBack(t *testing.T) {
 	t.Parallel()
 	file := newFile(t)
 	p := start(t, file, withAPIKey)
 	p.create(rex).want(t, 201)
 	p.cmd.Process.Kill()
 	p.wait(t)
-
-	must(t, os.Rename(file+"-wal", file+".away"))
-	wantNoStart(t, file, `animals.db-wal" is missing or empty: put it back beside `)
-	must(t, os.Rename(file+".away", file+"-wal"))
-	before := readFile(t, file+"-wal")
-	openService(t, file)
-	if readFile(t, file+"-wal") == before {
-		t.Fatal("the start has committed nothing")
+	for _, suffix := range fileSuffixes {
+		must(t, os.Remove(file+suffix))
 	}
-	wantPetCount(t, file, 1)
+	must(t, os.Rename(filepath.Join(filepath.Dir(linkOf(file)), "animals.db"), file))
+	wantNoStart(t, file, "all animals are in ")
+}
+
+// TestTruncatedWAL stops a service after another program has copied the WAL to the database, and then
+// emptied it: the stop must notice that nothing is lost.
+func TestTruncatedWAL(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.create(rex).want(t, 201)
+	execSQL(t, s.file, "PRAGMA wal_checkpoint(TRUNCATE)")
+	must(t, s.close())
+	wantOnly(t, filepath.Dir(s.file), "animals.db")
+}
+
+// TestWithoutLinks opens a database with a name that is too long for a folder of links: the service
+// must warn, and serve.
+func TestWithoutLinks(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), strings.Repeat("x", 250))
+	must(t, os.Rename(newClosedDatabase(t), file))
+	s := openService(t, file)
+	s.log.wantText(t, `level=WARN msg="the files of the database have no links"`)
+	s.create(rex).wantNew(t, 2)
+	s.get("/healthz").want(t, 200)
+	must(t, s.close())
+	wantPetCount(t, file, 2)
 }
 
 // TestBackup makes a backup of a running service, and runs another service on the copy.
