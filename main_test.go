@@ -3,8 +3,10 @@ package main
 import (
 	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"net"
+	"os"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -13,50 +15,75 @@ import (
 	"testing"
 )
 
-// TestRefusedSettings runs the program with wrong settings, and with -h: it must end at once with
-// this status and message, and create no file.
+// TestMain runs the tests. In a process that start has started, it runs the program instead.
+func TestMain(m *testing.M) {
+	registerSQL()
+	if os.Getenv("ANIMALSTORE_PROCESS") != "" {
+		go func() {
+			io.Copy(io.Discard, os.Stdin) // ends when the process of the test ends
+			os.Exit(1)
+		}()
+		main() // ends the process
+	}
+	os.Exit(m.Run())
+}
+
+// TestWrongFlags runs the program with a wrong command line: it must write the usage, too.
+func TestWrongFlags(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct{ arg, message string }{
+		{"x", `unexpected argument "x"`},
+		{"-keys=x", "flag provided but not defined: -keys"},
+		{"-db=", "-db must not be empty"},
+		{"-addr=", "-addr must not be empty"},
+		{"-backup=", "-backup must not be empty"},
+	} {
+		wantRefusedSettings(t, withAPIKey, 2, c.message, c.arg).wantText(t, "Usage: API_KEYS=")
+	}
+}
+
+// TestHelp runs the program with -h.
+func TestHelp(t *testing.T) {
+	t.Parallel()
+	wantRefusedSettings(t, withAPIKey, 0, "Usage: API_KEYS=", "-h").
+		wantText(t, `(default "animalstore.db")`, `(default "127.0.0.1:8080")`)
+}
+
+// TestRefusedSettings runs the program with settings that it cannot use.
 func TestRefusedSettings(t *testing.T) {
 	t.Parallel()
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	must(t, err)
-	t.Cleanup(func() { taken.Close() })
+	defer taken.Close()
+	wantRefusedSettings(t, withAPIKey, 1, "address already in use", "-addr", taken.Addr().String())
 
-	for _, c := range []struct {
-		args    string // separated by spaces
-		env     env
-		status  int
-		message string
-	}{
-		{"x", withAPIKey, 2, `unexpected argument "x"`},
-		{"-keys x", withAPIKey, 2, "flag provided but not defined: -keys"},
-		{"-db=", withAPIKey, 2, "-db must not be empty"},
-		{"-addr=", withAPIKey, 2, "-addr must not be empty"},
-		{"-backup=", withAPIKey, 2, "-backup must not be empty"},
-		{"-h", withAPIKey, 0, `(default "animalstore.db")`},
-		{"-h", withAPIKey, 0, `(default "127.0.0.1:8080")`},
+	wantRefusedSettings(t, env{}, 1, "API_KEYS is not set", "-addr", ":0")
+	wantRefusedSettings(t, env{"API_KEYS": ""}, 1, "API_KEYS: the list has no key")
+	wantRefusedSettings(t, env{"API_KEYS": "one, secret key"}, 1,
+		"API_KEYS: item 2 must consist of visible ASCII characters, without spaces")
+	wantRefusedSettings(t, env{"API_KEYS": ",,sécret"}, 1,
+		"API_KEYS: item 3 must consist of visible ASCII")
 
-		{"-addr " + taken.Addr().String(), withAPIKey, 1, "address already in use"},
-		{"-addr :0", env{}, 1, "API_KEYS is not set"},
-		{"", env{"API_KEYS": ""}, 1, "API_KEYS: the list has no key"},
-		{"", env{"API_KEYS": "one, secret key"}, 1,
-			"API_KEYS: item 2 must consist of visible ASCII characters, without spaces"},
-		{"", env{"API_KEYS": ",,sécret"}, 1, "API_KEYS: item 3 must consist of visible ASCII"},
-		{"-db DIR/none/animals.db", withAPIKey, 1,
-			`/none/animals.db": unable to open database file (14)`},
-		{"-db :memory:", withAPIKey, 1, "SQLite cannot use a write-ahead log here"},
-	} {
-		dir := t.TempDir()
-		// A flag in c.args replaces the same one before it.
-		args := strings.Fields("-addr 127.0.0.1:0 -db DIR/animals.db " + c.args)
-		for i := range args {
-			args[i] = strings.ReplaceAll(args[i], "DIR", dir)
-		}
-		stderr := wantRefusal(t, dir, c.env, c.status, c.message, args...)
-		stderr.wantNoText(t, "secret", "sécret", testKey)
-		if c.status != 1 {
-			stderr.wantText(t, "Usage: API_KEYS=")
-		}
-	}
+	dir := t.TempDir()
+	wantRefusedSettings(t, withAPIKey, 1, `/none/animals.db": unable to open database file (14)`,
+		"-db", dir+"/none/animals.db")
+	wantOnly(t, dir) // the program has not created the folder none
+	wantRefusedSettings(t, withAPIKey, 1, "SQLite cannot use a write-ahead log here",
+		"-db", ":memory:")
+}
+
+// wantRefusedSettings runs the program with a database in a new folder and more args: see
+// wantRefusal. It must create no file, and write no API key.
+func wantRefusedSettings(
+	t *testing.T, e env, status int, message string, args ...string,
+) (stderr *logBuffer) {
+	t.Helper()
+	dir := t.TempDir()
+	// A flag in args replaces the same one before it.
+	args = append([]string{"-addr", "127.0.0.1:0", "-db", dir + "/animals.db"}, args...)
+	stderr = wantRefusal(t, dir, e, status, message, args...)
+	stderr.wantNoText(t, "secret", "sécret", testKey)
+	return stderr
 }
 
 // TestSettings starts the program on all addresses, with two keys.
@@ -75,11 +102,13 @@ func TestSettings(t *testing.T) {
 func TestMadeKey(t *testing.T) {
 	t.Parallel()
 	p := start(t, newFile(t), env{})
-	p.log.wantText(t, "level=WARN", `msg="API_KEYS is not set: made a key for this run"`, " keys=1 ")
+	p.log.wantText(t,
+		"level=WARN", `msg="API_KEYS is not set: made a key for this run"`, " keys=1 ")
+
 	_, made, _ := strings.Cut(p.log.String(), "api_key=")
 	made, _, _ = strings.Cut(made, "\n")
 	if len(made) < 26 { // 128 bits in base32
-		t.Fatalf("the key %s is short", made)
+		t.Fatalf("the key %q has %d characters, want 26 or more", made, len(made))
 	}
 	p.get("/v1/pets", "Authorization: Bearer "+made).want(t, 200)
 	p.get("/v1/pets").want(t, 401)
@@ -102,10 +131,11 @@ func TestSignals(t *testing.T) {
 					return
 				}
 				if resp.status != 201 {
-					t.Errorf("a create = %d, %v, want 201 or a refused connection", resp.status, resp.err)
+					t.Errorf("%s = %d, %v, want 201 or a refused connection",
+						resp.request(), resp.status, resp.err)
 					return
 				}
-				if created.Add(1) == 100 {
+				if created.Add(1) == 100 { // the clients are busy
 					p.cmd.Process.Signal(syscall.SIGTERM)
 				}
 			}
@@ -123,7 +153,8 @@ func TestSignals(t *testing.T) {
 	wantPetCount(t, file, int(created.Load()))
 }
 
-// TestUnreadLog closes the pipe that the program logs to: the program must go on.
+// TestUnreadLog closes the pipe that the program logs to: the program must go on. It logs each
+// request.
 func TestUnreadLog(t *testing.T) {
 	t.Parallel()
 	p := start(t, newFile(t), withAPIKey)
@@ -151,7 +182,7 @@ func TestKill(t *testing.T) {
 	for _, first := range acknowledged {
 		s.get("/v1/"+first.header.Get("Location")).want(t, 200).wantBody(t, first.body)
 	}
-	wantSQL(t, file, "SELECT count(*) - count(DISTINCT name) FROM pets", "0") // none is there twice
+	wantSQL(t, file, "SELECT count(*) - count(DISTINCT name) FROM pets", "0") // no name is repeated
 	wantSQL(t, file, "PRAGMA integrity_check", "ok")
 }
 
@@ -168,8 +199,9 @@ func createUntilKilled(t *testing.T, p *process, round int) map[string]reply {
 				name := fmt.Sprint(round, "-", client, "-", i)
 				resp := p.create(petNamed(name), idempotencyKey(name))
 				if resp.status != 201 {
-					return
+					return // the program was killed
 				}
+
 				mu.Lock()
 				acknowledged[name] = resp
 				if len(acknowledged) == 100 {

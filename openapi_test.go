@@ -18,51 +18,59 @@ import (
 // fixes. (want compares it with the responses of the operations.)
 func TestDocument(t *testing.T) {
 	t.Parallel()
-	list := document().Paths["/pets"]["get"]
-	create := document().Paths["/pets"]["post"]
-	getPet := document().Paths["/pets/{petId}"]["get"]
+	d := document()
+	list, create := d.Paths["/pets"]["get"], d.Paths["/pets"]["post"]
+	getPet := d.Paths["/pets/{petId}"]["get"]
+
+	limit, after := list.parameter("limit").Schema, list.parameter("after").Schema
+	key := create.parameter("Idempotency-Key")
 	newPet := create.RequestBody.Content[jsonType].Schema
+	pet := create.Responses["201"].Content[jsonType].Schema
+	page := list.Responses["200"].Content[jsonType].Schema
 
 	for _, c := range []struct {
 		name      string
-		got, want any
+		got, want any // are compared as text, in which a list is [a b]
 	}{
-		{"the greatest limit", list.parameter("limit").Maximum, maxLimit},
-		{"the smallest limit", list.parameter("limit").Minimum, 1},
-		{"the default limit", list.parameter("limit").Default, defaultLimit},
-		{"a deprecated getPet", getPet.Deprecated, true},
-		{"the longest page", list.Responses["200"].Content[jsonType].Schema.MaxItems, maxLimit},
-		{"the statuses", list.parameter("status").Enum, petStatuses},
-		{"the longest Idempotency-Key", create.parameter("Idempotency-Key").MaxLength,
-			maxIdempotencyKey},
+		{"the URL of the server", d.Servers[0].URL, "/v1"},
+		{"the security", d.Security, "[map[bearerAuth:[]]]"},
+		{"the scheme of bearerAuth", d.Components.SecuritySchemes["bearerAuth"].Scheme, "bearer"},
+
+		{"the statuses of listPets", list.statuses(), "[200 400 401 500 503]"},
+		{"the least limit", limit.Minimum, 1},
+		{"the greatest limit", limit.Maximum, maxLimit},
+		{"the default limit", limit.Default, defaultLimit},
+		{"the least after", after.Minimum, 0},
+		{"the format of after", after.Format, "int64"},
+		{"the statuses of animals", list.parameter("status").Schema.Enum, petStatuses},
+		{"the longest page", page.MaxItems, maxLimit},
+
+		{"the statuses of createPet", create.statuses(), "[201 400 401 408 413 415 422 500 503]"},
+		{"the place of the Idempotency-Key", key.In, "header"},
+		{"a required Idempotency-Key", key.Required, false},
+		{"the longest Idempotency-Key", key.Schema.MaxLength, maxIdempotencyKey},
+		{"the pattern of an Idempotency-Key", key.Schema.Pattern, "^[!-~]+$"},
+		{"the required members of a new animal", newPet.Required, "[name categoryId]"},
+		{"other members of a new animal", newPet.AdditionalProperties, false},
 		{"the longest name", newPet.Properties["name"].MaxLength, maxName},
 		{"the type of categoryId", newPet.Properties["categoryId"].Type, "integer"},
 		{"the format of categoryId", newPet.Properties["categoryId"].Format, "int64"},
-		{"the required members", newPet.Required, "[name categoryId]"},
-		{"the format of an id",
-			create.Responses["201"].Content[jsonType].Schema.Properties["id"].Format, "int64"},
-		{"the format of petId", getPet.parameter("petId").Format, "int64"},
-		{"the format of after", list.parameter("after").Format, "int64"},
-		{"the smallest after", list.parameter("after").Minimum, 0},
-		{"the statuses of getPet", slices.Sorted(maps.Keys(getPet.Responses)), "[200 401 404 500 503]"},
-		{"the place of the Idempotency-Key", create.Parameters[0].In, "header"},
-		{"a required Idempotency-Key", create.Parameters[0].Required, false},
-		{"the pattern of an Idempotency-Key", create.Parameters[0].Schema.Pattern, "^[!-~]+$"},
-		{"unknown members of a new animal", newPet.AdditionalProperties, false},
-		{"the statuses of listPets", slices.Sorted(maps.Keys(list.Responses)), "[200 400 401 500 503]"},
-		{"the statuses of createPet", slices.Sorted(maps.Keys(create.Responses)),
-			"[201 400 401 408 413 415 422 500 503]"},
-		{"the members of an animal", create.Responses["201"].Content[jsonType].Schema.Required,
-			"[id name categoryId status]"},
-		{"the server", document().Servers[0].URL, "/v1"},
-		{"the security", document().Security, "[map[bearerAuth:[]]]"},
-		{"the scheme", document().Components.SecuritySchemes["bearerAuth"].Scheme, "bearer"},
+		{"the required members of an animal", pet.Required, "[id name categoryId status]"},
+		{"the format of an id", pet.Properties["id"].Format, "int64"},
+
+		{"the statuses of getPet", getPet.statuses(), "[200 401 404 500 503]"},
+		{"a deprecated getPet", getPet.Deprecated, true},
+		{"the format of petId", getPet.parameter("petId").Schema.Format, "int64"},
 	} {
 		if fmt.Sprint(c.got) != fmt.Sprint(c.want) {
 			t.Errorf("openapi.json has %s = %v, want %v", c.name, c.got, c.want)
 		}
 	}
+}
 
+// TestDescriptions looks for the constants of the code in the texts of openapi.json.
+func TestDescriptions(t *testing.T) {
+	t.Parallel()
 	sentences := []string{
 		fmt.Sprintf("until %v hours after the first", idempotencyKeyLifetime.Hours()),
 		fmt.Sprintf("for %v hours and across restarts", idempotencyKeyLifetime.Hours()),
@@ -72,13 +80,17 @@ func TestDocument(t *testing.T) {
 		fmt.Sprintf("sent and read within %v seconds", writeTimeout.Seconds()),
 		fmt.Sprintf("closed %v seconds after its last response", idleTimeout.Seconds()),
 		fmt.Sprintf("end within %v seconds", shutdownTime.Seconds()),
+		// A create may wait for another create, which waits as long: see busyTimeout.
 		fmt.Sprintf("waits up to %v seconds, or up to %v behind",
 			busyTimeout.Seconds(), 2*busyTimeout.Seconds()),
 	}
-	for code, status := range statusByCode {
+	for code, status := range statusByCode { // each has a row in a table
 		sentences = append(sentences, fmt.Sprintf("| %d | `%s` |", status, code))
 	}
-	text := document().Info.Description + create.Description + create.Parameters[0].Description
+
+	create := document().Paths["/pets"]["post"]
+	text := document().Info.Description + create.Description +
+		create.parameter("Idempotency-Key").Description
 	for _, sentence := range sentences {
 		if !strings.Contains(text, sentence) {
 			t.Errorf("openapi.json has no %q", sentence)
@@ -86,26 +98,58 @@ func TestDocument(t *testing.T) {
 	}
 }
 
-// wantDocumented checks that openapi.json describes a response of an operation: its status, its
-// headers, and the members of its body, or of the items of a list.
+// wantDocumented checks that openapi.json describes a response, if an operation has sent it: its
+// status, its headers, and the members of its body, or of the items of a list.
 func (r reply) wantDocumented(t testing.TB) {
 	t.Helper()
 	path, _, _ := strings.Cut(r.target, "?")
-	path = regexp.MustCompile(`^/v1/pets/[^/]+$`).ReplaceAllString(path, "/v1/pets/{petId}")
-	path, inVersion := strings.CutPrefix(path, "/v1")
-	method := strings.Replace(strings.ToLower(r.method), "head", "get", 1)
+	path, inAPI := strings.CutPrefix(path, "/v1") // the URL of the server
+	path = regexp.MustCompile(`^/pets/[^/]+$`).ReplaceAllString(path, "/pets/{petId}")
+	method := strings.ToLower(r.method)
+	if method == "head" {
+		method = "get" // a response to HEAD is that to GET, without the body
+	}
 	operation := document().Paths[path][method]
-	if operation == nil || !inVersion {
+	if operation == nil || !inAPI {
 		return
 	}
+
 	response, found := operation.Responses[strconv.Itoa(r.status)]
 	if !found {
 		t.Fatalf("%s = %d, which openapi.json does not describe", r.request(), r.status)
 	}
+	r.wantDocumentedHeaders(t, response.Headers)
+	if r.method == "HEAD" {
+		return
+	}
 
+	described := response.Content[jsonType].Schema
+	var objects []map[string]any
+	if described.Items == nil {
+		objects = append(objects, decode[map[string]any](t, r.body))
+	} else { // a list
+		objects, described = decode[[]map[string]any](t, r.body), *described.Items
+	}
+	for _, object := range objects {
+		for name, value := range object {
+			want := "string"
+			if _, isNumber := value.(json.Number); isNumber {
+				want = "integer"
+			}
+			if described.Properties[name].Type != want { // "" if it is not described
+				t.Fatalf("openapi.json has no %s %s of %s = %s", want, name, r.request(), r.body)
+			}
+		}
+	}
+}
+
+// wantDocumentedHeaders checks that a response has the headers that are described, and no others
+// but those of all HTTP responses.
+func (r reply) wantDocumentedHeaders(t testing.TB, described map[string]header) {
+	t.Helper()
 	names := []string{"Cache-Control", "Connection", "Content-Length", "Content-Type", "Date",
 		"X-Content-Type-Options"}
-	for name, header := range response.Headers {
+	for name, header := range described {
 		names = append(names, http.CanonicalHeaderKey(name))
 		value := r.header.Get(name)
 		if value == "" && !header.Required {
@@ -117,31 +161,25 @@ func (r reply) wantDocumented(t testing.TB) {
 			t.Fatalf("%s = %d has %s: %q, unlike openapi.json", r.request(), r.status, name, value)
 		}
 	}
+
 	for name := range r.header {
 		if !slices.Contains(names, name) {
-			t.Fatalf("%s = %d has %s, which openapi.json does not describe", r.request(), r.status, name)
+			t.Fatalf("%s = %d has %s, which openapi.json does not describe",
+				r.request(), r.status, name)
 		}
 	}
+}
 
-	if r.body == "" { // of HEAD
-		return
+// decode decodes a body. It fails the test if the body has a member that v has not.
+func decode[T any](t testing.TB, body string) (v T) {
+	t.Helper()
+	d := json.NewDecoder(strings.NewReader(body))
+	d.UseNumber()
+	d.DisallowUnknownFields()
+	if err := d.Decode(&v); err != nil {
+		t.Fatalf("%.2000s: %v", body, err)
 	}
-	object := response.Content[jsonType].Schema
-	list := "[" + r.body + "]"
-	if object.Items != nil {
-		object, list = *object.Items, r.body
-	}
-	for _, members := range decode[[]map[string]any](t, list) {
-		for name, value := range members {
-			want := "string"
-			if _, isNumber := value.(json.Number); isNumber {
-				want = "integer"
-			}
-			if object.Properties[name].Type != want { // "" if it is not there
-				t.Fatalf("openapi.json has no %s %s of %s = %s", want, name, r.request(), r.body)
-			}
-		}
-	}
+	return v
 }
 
 // openAPIDocument is what the tests read of an OpenAPI document.
@@ -158,29 +196,36 @@ type openAPIDocument struct {
 type operation struct {
 	Deprecated  bool
 	Description string
-	Parameters  []struct {
-		Name, In, Description string
-		Required              bool
-		Schema                schema
-	}
+	Parameters  []parameter
 	RequestBody struct{ Content content }
 	Responses   map[string]struct { // by status
-		Headers map[string]struct {
-			Required bool
-			Schema   schema
-		}
+		Headers map[string]header
 		Content content
 	}
 }
 
-// parameter returns the schema of a parameter.
-func (o *operation) parameter(name string) (s schema) {
+// statuses returns the statuses of the responses.
+func (o *operation) statuses() []string { return slices.Sorted(maps.Keys(o.Responses)) }
+
+// parameter returns the parameter with this name.
+func (o *operation) parameter(name string) (found parameter) {
 	for _, p := range o.Parameters {
 		if p.Name == name {
-			s = p.Schema
+			found = p
 		}
 	}
-	return s
+	return found
+}
+
+type parameter struct {
+	Name, In, Description string
+	Required              bool
+	Schema                schema
+}
+
+type header struct {
+	Required bool
+	Schema   schema
 }
 
 // content has the schema of a body, by media type.

@@ -3,8 +3,8 @@ package main
 import (
 	"bufio"
 	"context"
+	"encoding/json"
 	"errors"
-	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -18,50 +18,66 @@ import (
 	"time"
 )
 
-// TestLog sends requests, and checks the lines that they log.
+// TestRequestID lists animals twice. Each response must have an X-Request-Id of its own, although
+// the client sends one.
+func TestRequestID(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	first, second := s.get("/v1/pets", "X-Request-Id: a"), s.get("/v1/pets", "X-Request-Id: a")
+	if id := first.header.Get("X-Request-Id"); id == second.header.Get("X-Request-Id") {
+		t.Fatalf("two responses have the X-Request-Id %s", id)
+	}
+}
+
+// TestLog sends requests, and checks the line that each of them logs.
 func TestLog(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
-	wantLine := func(r reply, level, rest string) {
-		t.Helper()
-		lines := strings.Split(strings.TrimSpace(s.log.String()), "\n")
-		_, got, _ := strings.Cut(lines[len(lines)-1], " ") // after the time
-		got = regexp.MustCompile(`duration_ms=[0-9.]+`).ReplaceAllString(got, "duration_ms=D")
-		want := "level=" + level + " msg=request id=" + r.header.Get("X-Request-Id") +
-			" client=192.0.2.1:1234 " + rest
-		if got != want {
-			t.Fatalf("%.50s logged\n%s, want\n%s", r.request(), got, want)
-		}
-	}
+	// The first 8 digits of: printf %s test-key | sha256sum
+	const keySum = "key_sha256=62af8704"
 
-	first, second := s.get("/v1/pets").header, s.get("/v1/pets").header
-	if id := "X-Request-Id"; first.Get(id) == second.Get(id) {
-		t.Fatal("two responses have the same X-Request-Id")
-	}
-	const ofKey = "key_sha256=62af8704" // printf %s test-key | sha256sum
-	wantLine(s.get("/v1/pets?after=7", "X-Request-Id: mine").want(t, 200), "INFO",
-		"method=GET path=/v1/pets status=200 duration_ms=D "+ofKey)
-	wantLine(s.get("/v1/pets?limit=0"), "INFO",
-		"method=GET path=/v1/pets status=400 duration_ms=D "+ofKey+` error="`+limitRule+`"`)
+	s.wantLine(t, s.get("/v1/pets?after=7").want(t, 200), "INFO",
+		"method=GET path=/v1/pets status=200 duration_ms=D "+keySum)
+	s.wantLine(t, s.get("/v1/pets?limit=0"), "INFO",
+		"method=GET path=/v1/pets status=400 duration_ms=D "+keySum+` error="`+limitRule+`"`)
+
+	// Only 20 bytes of the method and 1000 of the path are logged, and nothing of a wrong API key.
 	long := strings.Repeat("x", 2000)
-	wantLine(s.do(long+" /"+long, "", "Authorization: Bearer secret"), "INFO",
-		"method="+long[:20]+" path=/"+long[:999]+` status=401 duration_ms=D error="`+unauthorized+`"`)
+	s.wantLine(t, s.do(long+" /"+long, "", "Authorization: Bearer secret"), "INFO",
+		"method="+long[:20]+" path=/"+long[:999]+" status=401 duration_ms=D"+
+			` error="`+unauthorized+`"`)
+
 	execSQL(t, s.file, "DROP TABLE pets")
-	wantLine(s.get("/v1/pets/1"), "ERROR", "method=GET path=/v1/pets/1 status=500 duration_ms=D "+
-		ofKey+` error="SQL logic error: no such table: pets (1)"`)
+	s.wantLine(t, s.get("/v1/pets/1"), "ERROR",
+		"method=GET path=/v1/pets/1 status=500 duration_ms=D "+keySum+
+			` error="SQL logic error: no such table: pets (1)"`)
+}
+
+// wantLine checks the last line of the log, which must be of the request that got r. want is what
+// follows the id and the client. In it, D stands for a duration.
+func (s *service) wantLine(t *testing.T, r reply, level, want string) {
+	t.Helper()
+	lines := strings.Split(strings.TrimSpace(s.log.String()), "\n")
+	_, got, _ := strings.Cut(lines[len(lines)-1], " ") // after the time
+	got = regexp.MustCompile(`duration_ms=[0-9.]+`).ReplaceAllString(got, "duration_ms=D")
+
+	want = "level=" + level + " msg=request id=" + r.header.Get("X-Request-Id") +
+		" client=192.0.2.1:1234 " + want // the address is that of httptest.NewRequest
+	if got != want {
+		t.Fatalf("%s logged\n%s, want\n%s", r.request(), got, want)
+	}
 }
 
 // TestPanicInAHandler lets a handler panic: the request gets 500, and the next one is answered.
 func TestPanicInAHandler(t *testing.T) {
 	t.Parallel()
-	log := &logBuffer{}
+	s := newService(t)
 	handlers := map[string]handler{"/": func(*request) (any, error) { panic("a mistake") }}
-	c := client{transport: inProcess{newServer(handlers, log.logger()), t.Name()}}
+	s.server = newServer(handlers, s.server.logger)
 
-	for range 2 {
-		c.get("/").wantError(t, 500, "internal", "internal error")
-	}
-	log.wantText(t, "level=ERROR", "status=500", `error="panic: a mistake`, "server_test.go:")
+	s.get("/first").wantError(t, 500, "internal", "internal error")
+	s.get("/second").wantError(t, 500, "internal", "internal error")
+	s.log.wantText(t, "level=ERROR", "status=500", `error="panic: a mistake`, "server_test.go:")
 }
 
 // The tests of connections run on a service that serves in memory, under the fake clock of
@@ -76,8 +92,10 @@ var (
 		"\r\nContent-Length: " + strconv.Itoa(len(rex)) + "\r\n\r\n"
 )
 
-// TestSlowRequests lets a client send slowly: the service must close its connection after so many
-// seconds. (net/http answers a first line that is cut off with 400, and slow headers not at all.)
+// TestSlowRequests lets a client send slowly. The service must close its connection after 5 seconds
+// without the whole headers, after 10 seconds without the whole body, or after 150 seconds without
+// another request. (net/http answers a first line that is cut off with 400, and slow headers not at
+// all.)
 func TestSlowRequests(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
@@ -97,7 +115,8 @@ func TestSlowRequests(t *testing.T) {
 		{name: "no other request follows", sent: rawList, closedAfter: 150, received: `\[\]\n$`},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			inMemory(t, func(t *testing.T, s *memoryService) {
+			t.Parallel()
+			inMemory(t, func(t *testing.T, s *service) {
 				begun := time.Now()
 				conn := s.dial(t)
 				go func() {
@@ -109,9 +128,9 @@ func TestSlowRequests(t *testing.T) {
 				}()
 				got := conn.receiveAll()
 
-				took := int(time.Since(begun).Seconds()) // without fractions: net/http may wait a little
-				if took != c.closedAfter {
-					t.Errorf("the connection was closed after %d seconds, want %d", took, c.closedAfter)
+				// net/http may wait for a fraction of a second before it closes the connection.
+				if took := int(time.Since(begun).Seconds()); took != c.closedAfter {
+					t.Errorf("the connection was closed after %ds, want %ds", took, c.closedAfter)
 				}
 				if !regexp.MustCompile(c.received).MatchString(got) {
 					t.Errorf("the client received %q, want %s", got, c.received)
@@ -121,8 +140,8 @@ func TestSlowRequests(t *testing.T) {
 	}
 }
 
-// TestLateReading lets a client read a response late: after 24 seconds, it must still be there, and
-// after 26 no more.
+// TestLateReading lets a client read a response late. The response must be read within 25 seconds:
+// after 24 seconds, it must still be there, and after 26 no more.
 func TestLateReading(t *testing.T) {
 	t.Parallel()
 	for wait, want := range map[time.Duration]string{
@@ -130,7 +149,8 @@ func TestLateReading(t *testing.T) {
 		26 * time.Second: "",
 	} {
 		t.Run(wait.String(), func(t *testing.T) {
-			inMemory(t, func(t *testing.T, s *memoryService) {
+			t.Parallel()
+			inMemory(t, func(t *testing.T, s *service) {
 				conn := s.dial(t)
 				conn.send(t, "GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
 				time.Sleep(wait)
@@ -147,36 +167,35 @@ func TestLateReading(t *testing.T) {
 // the others, and be logged.
 func TestInvalidHTTP(t *testing.T) {
 	t.Parallel()
-	t.Cleanup(func() { // when all cases have ended
+	t.Cleanup(func() { // after the subtests
 		if serviceHeader.Get("X-Request-Id") != "" {
 			t.Error("a response has changed serviceHeader, which all responses share")
 		}
 	})
-	for _, c := range []struct {
-		name, request string
-		status        int
-		message       string
-	}{
-		{"an invalid path", "GET /v1/pets/%zz HTTP/1.1\r\nHost: x\r\n\r\n",
-			400, "400 Bad Request"},
+
+	tooLarge := strings.Repeat("x", 17<<10) // the limit is 16 KiB
+	for _, c := range []struct{ name, request, message string }{
+		{"an invalid path", "GET /v1/pets/%zz HTTP/1.1\r\nHost: x\r\n\r\n", "400 Bad Request"},
 		{"an invalid header", "GET / HTTP/1.1\r\nHost: x\r\na b: c\r\n\r\n",
-			400, "400 Bad Request: invalid header name"},
+			"400 Bad Request: invalid header name"},
 		{"an expectation", "GET / HTTP/1.1\r\nHost: x\r\nExpect: more\r\n\r\n",
-			417, "417 Expectation Failed"},
-		{"large headers", "GET / HTTP/1.1\r\nHost: x\r\nX: " + strings.Repeat("x", 17<<10) + "\r\n\r\n",
-			431, "431 Request Header Fields Too Large"},
+			"417 Expectation Failed"},
+		{"large headers", "GET / HTTP/1.1\r\nHost: x\r\nX: " + tooLarge + "\r\n\r\n",
+			"431 Request Header Fields Too Large"},
 		{"an encoding", "POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n",
-			501, "501 Not Implemented"},
-		{"a version", "GET / HTTP/3.0\r\nHost: x\r\n\r\n", 505,
+			"501 Not Implemented"},
+		{"a version", "GET / HTTP/3.0\r\nHost: x\r\n\r\n",
 			"505 HTTP Version Not Supported: unsupported protocol version"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			inMemory(t, func(t *testing.T, s *memoryService) {
+			t.Parallel()
+			inMemory(t, func(t *testing.T, s *service) {
 				conn := s.dial(t)
-				go io.WriteString(conn, c.request)
-				want := fmt.Sprintf(`{"code":"invalid_http","message":%q,"status":%d}`,
-					c.message, c.status)
-				resp := conn.receive(t).want(t, c.status).wantBody(t, want+"\n").
+				go io.WriteString(conn, c.request) // the service may not read all of it
+
+				status, err := strconv.Atoi(c.message[:3])
+				must(t, err)
+				resp := conn.receive(t).wantError(t, status, "invalid_http", c.message).
 					wantHeader(t, "Connection", "close")
 				s.log.wantText(t, "level=INFO msg=request id="+resp.header.Get("X-Request-Id")+
 					" client=pipe ", c.message)
@@ -186,74 +205,88 @@ func TestInvalidHTTP(t *testing.T) {
 	}
 }
 
-// TestRawRequests sends requests that only a connection can show. Each proves the rule that its
-// name states. In most, no handler reads the body to its end. The client must be able to send all
-// of it, unless cutOff is set, and receive the response without delay.
+// TestRawRequests sends requests as bytes. Each proves the rule that its name states. Most have a
+// body that no handler reads: the client must be able to send all of it.
 func TestRawRequests(t *testing.T) {
 	t.Parallel()
-	request := func(line string, headers ...string) string {
-		headers = append(headers, "Host: x", "Connection: close")
-		return line + "\r\n" + strings.Join(headers, "\r\n") + "\r\n\r\n"
-	}
-	body := func(size int) string { return strings.Repeat("x", size) }
-	// chunk begins a chunk of so many bytes (RFC 9112).
-	chunk := func(size int) string { return fmt.Sprintf("%x\r\n", size) }
-	const put, chunked = "PUT /v1/pets HTTP/1.1", "Transfer-Encoding: chunked"
-	// expecting is a create that expects 100 Continue before a body of so many bytes.
-	expecting := func(size int) string {
-		return request("POST /v1/pets HTTP/1.1", "Authorization: Bearer "+testKey,
-			"Expect: 100-continue", fmt.Sprint("Content-Length: ", size))
-	}
-
-	for _, c := range []struct {
-		name, sent string
-		want       string // the begin of what the client receives
-		cutOff     bool   // the connection is closed before the client has sent all
-	}{
-		{name: "OPTIONS * needs an API key",
-			sent: request("OPTIONS * HTTP/1.1"), want: "HTTP/1.1 401 "},
-		{name: "15 KiB of headers are accepted",
-			sent: request("GET /healthz HTTP/1.1", "X: "+body(15<<10)), want: "HTTP/1.1 200 "},
-		{name: "a body of up to 1 MiB is read",
-			sent: request(put, "Content-Length: 1000000") + body(1000000), want: "HTTP/1.1 401 "},
-		{name: "a body in HTTP/1.0 is read",
-			sent: request("PUT / HTTP/1.0", "Content-Length: 1000000") + body(1000000),
-			want: "HTTP/1.0 401 "},
-		{name: "a body in chunks is read",
-			sent: request(put, chunked) + chunk(500000) + body(500000) + "\r\n" + chunk(0) + "\r\n",
-			want: "HTTP/1.1 401 "},
-		{name: "a body that is declared to be larger than 1 MiB is not waited for",
-			sent: request(put, "Content-Length: 2000000"), want: "HTTP/1.1 401 "},
-		{name: "no more than 1 MiB of a larger chunk is read",
-			sent: request(put, chunked) + chunk(3<<20) + body(3<<20), want: "HTTP/1.1 401 ", cutOff: true},
-		{name: "a client that expects 100 gets it, and its refusal",
-			sent: expecting(500000) + body(500000),
-			want: "HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 413 "},
-		{name: "a client that expects 100 for more than 1 MiB gets only its refusal",
-			sent: expecting(3000000), want: "HTTP/1.1 413 "},
+	for _, c := range []struct{ name, request, received string }{
+		{"OPTIONS * needs an API key",
+			"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
+			"HTTP/1.1 401 "},
+		{"15 KiB of headers are accepted",
+			"GET /healthz HTTP/1.1\r\nHost: x\r\nX: " + strings.Repeat("x", 15<<10) + "\r\n\r\n",
+			"HTTP/1.1 200 "},
+		{"a body of 1 MiB is read",
+			"PUT /v1/pets HTTP/1.1\r\nHost: x\r\nContent-Length: 1048576\r\n\r\n" +
+				strings.Repeat("x", 1048576),
+			"HTTP/1.1 401 "},
+		{"a body in HTTP/1.0 is read",
+			"PUT /v1/pets HTTP/1.0\r\nContent-Length: 1048576\r\n\r\n" +
+				strings.Repeat("x", 1048576),
+			"HTTP/1.0 401 "},
+		{"a body in chunks is read",
+			"PUT /v1/pets HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" +
+				// The size of a chunk is in hexadecimal. That of the last one is 0.
+				"80000\r\n" + strings.Repeat("x", 0x80000) + "\r\n0\r\n\r\n",
+			"HTTP/1.1 401 "},
+		{"a body that is declared to be larger than 1 MiB is not waited for",
+			"PUT /v1/pets HTTP/1.1\r\nHost: x\r\nContent-Length: 1048577\r\n\r\n",
+			"HTTP/1.1 401 "},
+		{"a client that expects 100 Continue gets that, and its refusal",
+			"POST /v1/pets HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" +
+				"Authorization: Bearer " + testKey + "\r\nExpect: 100-continue\r\n" +
+				"Content-Length: 500000\r\n\r\n" + strings.Repeat("x", 500000), // more than 64 KiB
+			"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 413 "},
+		{"a client that expects 100 Continue for more than 1 MiB gets only its refusal",
+			"POST /v1/pets HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" +
+				"Authorization: Bearer " + testKey + "\r\nExpect: 100-continue\r\n" +
+				"Content-Length: 1048577\r\n\r\n",
+			"HTTP/1.1 413 "},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			inMemory(t, func(t *testing.T, s *memoryService) {
-				begun, conn := time.Now(), s.dial(t)
-				sent := make(chan error, 1)
-				go func() {
-					_, err := io.WriteString(conn, c.sent)
-					sent <- err
-				}()
-				got := conn.receiveAll()
-
-				if took := time.Since(begun); took > time.Second {
-					t.Errorf("the connection was closed after %v, want no delay", took)
-				}
-				if !strings.HasPrefix(got, c.want) {
-					t.Errorf("the client received %.1000q, want %q", got, c.want)
-				}
-				if err := <-sent; (err != nil) != c.cutOff {
-					t.Errorf("sending the request failed: %v, want a failure: %v", err, c.cutOff)
+			t.Parallel()
+			inMemory(t, func(t *testing.T, s *service) {
+				if err := s.dial(t).wantExchange(t, c.request, c.received); err != nil {
+					t.Fatalf("the service has not read the whole request: %v", err)
 				}
 			})
 		})
 	}
+}
+
+// TestChunkTooLarge sends a chunk of 3 MiB. The service must not read more than 1 MiB of it.
+func TestChunkTooLarge(t *testing.T) {
+	t.Parallel()
+	inMemory(t, func(t *testing.T, s *service) {
+		request := "PUT /v1/pets HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" +
+			"300000\r\n" + strings.Repeat("x", 0x300000) // the size is in hexadecimal
+		if err := s.dial(t).wantExchange(t, request, "HTTP/1.1 401 "); err == nil {
+			t.Fatal("the service has read the whole chunk")
+		}
+	})
+}
+
+// wantExchange sends a request, and reads until the service closes the connection, which it must do
+// within a second. What the client receives must begin with want. sendErr is not nil if the service
+// has closed the connection before it had read the whole request.
+func (c *clientConn) wantExchange(t *testing.T, request, want string) (sendErr error) {
+	t.Helper()
+	begun := time.Now()
+	sent := make(chan error, 1)
+	go func() {
+		_, err := io.WriteString(c, request)
+		sent <- err
+	}()
+	got := c.receiveAll()
+
+	// net/http waits for half a second before it closes a connection.
+	if took := time.Since(begun); took > time.Second {
+		t.Errorf("the connection was closed after %v, want at most 1s", took)
+	}
+	if !strings.HasPrefix(got, want) {
+		t.Errorf("the client received %.1000q, want %q", got, want)
+	}
+	return <-sent
 }
 
 // TestLargeHeaders sends large headers over TCP, which the service does not read to their end:
@@ -262,12 +295,14 @@ func TestRawRequests(t *testing.T) {
 func TestLargeHeaders(t *testing.T) {
 	t.Parallel()
 	p := start(t, newFile(t), withAPIKey)
-	conn, err := net.Dial("tcp", p.host)
+	conn, err := net.Dial("tcp", p.addr)
 	must(t, err)
 	defer conn.Close()
-	io.WriteString(conn, "GET / HTTP/1.1\r\nX: "+strings.Repeat("x", 40<<10))
+
+	io.WriteString(conn, "GET / HTTP/1.1\r\nX: "+strings.Repeat("x", 40<<10)) // more than 16 KiB
 	got, err := io.ReadAll(conn)
-	if must(t, err); !strings.HasPrefix(string(got), "HTTP/1.1 431 ") {
+	must(t, err)
+	if !strings.HasPrefix(string(got), "HTTP/1.1 431 ") {
 		t.Fatalf("the client received %q, want 431", got)
 	}
 }
@@ -275,31 +310,33 @@ func TestLargeHeaders(t *testing.T) {
 // TestStopAnswersOnAnOpenConnection sends a request while the service stops: it must be answered. A
 // connection without a request must be closed.
 func TestStopAnswersOnAnOpenConnection(t *testing.T) {
-	inMemory(t, func(t *testing.T, s *memoryService) {
-		conn, idle := s.dial(t), s.dial(t)
-		conn.send(t, rawList)
-		conn.receive(t).want(t, 200).wantHeader(t, "Connection", "")
+	t.Parallel()
+	inMemory(t, func(t *testing.T, s *service) {
+		busy, idle := s.dial(t), s.dial(t)
+		busy.send(t, rawList)
+		busy.receive(t).want(t, 200).wantHeader(t, "Connection", "")
 		idle.send(t, rawList)
 		idle.receive(t).want(t, 200)
 
 		begun := s.beginStop(t)
-		time.Sleep(drainTime - time.Millisecond)
-		conn.send(t, rawList)
-		conn.receive(t).want(t, 200).wantHeader(t, "Connection", "close")
+		time.Sleep(drainTime - time.Millisecond) // almost too late
+		busy.send(t, rawList)
+		busy.receive(t).want(t, 200).wantHeader(t, "Connection", "close")
 		s.wantStopped(t, begun, drainTime)
-		conn.wantClosed(t)
+		busy.wantClosed(t)
 		idle.wantClosed(t)
 	})
 }
 
 // TestStopWaitsForARequest stops the service while a request arrives: it must be answered.
 func TestStopWaitsForARequest(t *testing.T) {
-	inMemory(t, func(t *testing.T, s *memoryService) {
+	t.Parallel()
+	inMemory(t, func(t *testing.T, s *service) {
 		conn := s.dial(t)
 		conn.send(t, rawCreate) // without its body
 
 		begun := s.beginStop(t)
-		time.Sleep(4 * time.Second)
+		time.Sleep(4 * time.Second) // less than drainTime + shutdownTime
 		conn.send(t, rex)
 		conn.receive(t).want(t, 201).wantHeader(t, "Connection", "close")
 		s.wantStopped(t, begun, 4*time.Second)
@@ -310,7 +347,8 @@ func TestStopWaitsForARequest(t *testing.T) {
 // TestStopCutsOffARequest stops the service while a request arrives that never ends: the service
 // must not wait for it for ever.
 func TestStopCutsOffARequest(t *testing.T) {
-	inMemory(t, func(t *testing.T, s *memoryService) {
+	t.Parallel()
+	inMemory(t, func(t *testing.T, s *service) {
 		conn := s.dial(t)
 		conn.send(t, rawCreate) // its body never comes
 
@@ -323,7 +361,8 @@ func TestStopCutsOffARequest(t *testing.T) {
 
 // TestStopClosesASilentConnection stops the service beside a connection on which nothing was sent.
 func TestStopClosesASilentConnection(t *testing.T) {
-	inMemory(t, func(t *testing.T, s *memoryService) {
+	t.Parallel()
+	inMemory(t, func(t *testing.T, s *service) {
 		conn := s.dial(t)
 
 		begun := s.beginStop(t)
@@ -334,44 +373,40 @@ func TestStopClosesASilentConnection(t *testing.T) {
 }
 
 // TestFailedAccept lets the listener fail once, as without file descriptors: the service must log
-// that as a warning, and go on. If a listener fails for good, serve must return the error.
+// that as a warning, and go on.
 func TestFailedAccept(t *testing.T) {
-	inMemory(t, func(t *testing.T, s *memoryService) {
+	t.Parallel()
+	inMemory(t, func(t *testing.T, s *service) {
 		s.listener.failAccept()
 		conn := s.dial(t)
 		conn.send(t, rawList)
 		conn.receive(t).want(t, 200)
 		s.log.wantText(t, "level=WARN", "too many open files")
-
-		closed := &memoryListener{conns: make(chan net.Conn)}
-		must(t, closed.Close())
-		if err := s.serve(t.Context(), closed); !errors.Is(err, net.ErrClosed) {
-			t.Errorf("on a closed listener, serve = %v, want %v", err, net.ErrClosed)
-		}
 	})
 }
 
-// memoryService is a service that serves connections in memory.
-type memoryService struct {
-	*service
-	listener *memoryListener
-	stop     func() // stops the service, and returns when it has ended
+// TestClosedListener lets the listener fail for good: serve must return its error.
+func TestClosedListener(t *testing.T) {
+	t.Parallel()
+	closed := &memoryListener{conns: make(chan net.Conn)}
+	must(t, closed.Close())
+	if err := newService(t).server.serve(t.Context(), closed); !errors.Is(err, net.ErrClosed) {
+		t.Fatalf("serve = %v, want %v", err, net.ErrClosed)
+	}
 }
 
-// inMemory calls t.Parallel, and runs a test on a service that serves connections in memory, under
-// a fake clock.
-func inMemory(t *testing.T, test func(t *testing.T, s *memoryService)) {
-	t.Parallel()
+// inMemory runs a test under a fake clock, with a service that serves connections in memory: see
+// dial.
+func inMemory(t *testing.T, test func(t *testing.T, s *service)) {
+	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		s := &memoryService{
-			service:  newService(t),
-			listener: &memoryListener{conns: make(chan net.Conn)},
-		}
+		s := newService(t)
+		s.listener = &memoryListener{conns: make(chan net.Conn)}
 		ctx, cancel := context.WithCancel(context.Background())
 		ended := make(chan struct{})
 		go func() {
 			defer close(ended)
-			if err := s.serve(ctx, s.listener); err != nil {
+			if err := s.server.serve(ctx, s.listener); err != nil {
 				t.Errorf("serve = %v", err)
 			}
 		}()
@@ -381,8 +416,8 @@ func inMemory(t *testing.T, test func(t *testing.T, s *memoryService)) {
 		}
 		t.Cleanup(func() {
 			s.stop() // again, if the test has stopped it: that changes nothing
-			// synctest fails if a goroutine is left. Some seconds after the stop, net/http ends the
-			// last ones of its connections.
+			// synctest fails if a goroutine is left. net/http ends the last ones of its connections
+			// some seconds after the stop. A minute is more than enough, and takes no time.
 			time.Sleep(time.Minute)
 		})
 
@@ -392,7 +427,7 @@ func inMemory(t *testing.T, test func(t *testing.T, s *memoryService)) {
 
 // beginStop begins to stop the service, which must then refuse new connections. It returns the
 // time.
-func (s *memoryService) beginStop(t *testing.T) time.Time {
+func (s *service) beginStop(t *testing.T) time.Time {
 	t.Helper()
 	go s.stop()
 	synctest.Wait()
@@ -404,7 +439,7 @@ func (s *memoryService) beginStop(t *testing.T) time.Time {
 
 // wantStopped waits for the end of a stop, and checks how long it took. It may take some 500 ms
 // more, because net/http looks at the connections only now and then.
-func (s *memoryService) wantStopped(t *testing.T, begun time.Time, want time.Duration) {
+func (s *service) wantStopped(t *testing.T, begun time.Time, want time.Duration) {
 	t.Helper()
 	s.stop()
 	if took := time.Since(begun); took < want || took > want+600*time.Millisecond {
@@ -413,7 +448,7 @@ func (s *memoryService) wantStopped(t *testing.T, begun time.Time, want time.Dur
 }
 
 // dial opens a connection, which is closed at the end of the test.
-func (s *memoryService) dial(t *testing.T) *clientConn {
+func (s *service) dial(t *testing.T) *clientConn {
 	ours, theirs := net.Pipe()
 	t.Cleanup(func() { ours.Close() })
 	s.listener.conns <- theirs
@@ -487,3 +522,52 @@ func (l *memoryListener) Close() error {
 }
 
 func (l *memoryListener) Addr() net.Addr { return &net.TCPAddr{} }
+
+// wantRules checks what holds for all responses:
+//   - They have certain headers, among them an X-Request-Id.
+//   - A 401, and no other response, has WWW-Authenticate. The same holds for a 405 and Allow, and
+//     for a 503 and Retry-After.
+//   - The body is JSON, and has the length that Content-Length says.
+//   - The body of an error is an Error. That of a 5xx does not tell the cause.
+//   - openapi.json describes the responses of operations: see wantDocumented.
+func (r reply) wantRules(t testing.TB) {
+	t.Helper()
+	r.wantHeader(t, "Cache-Control", "no-store")
+	r.wantHeader(t, "Content-Type", "application/json")
+	r.wantHeader(t, "X-Content-Type-Options", "nosniff")
+	if id := r.header.Get("X-Request-Id"); !regexp.MustCompile("^[A-Z2-7]{26}$").MatchString(id) {
+		t.Fatalf("%s has the X-Request-Id %q, want 26 characters of base32", r.request(), id)
+	}
+	statuses := map[string]int{"WWW-Authenticate": 401, "Allow": 405, "Retry-After": 503}
+	for name, status := range statuses {
+		if has := r.header.Get(name) != ""; has != (r.status == status) {
+			t.Fatalf("%s = %d has %s: %v", r.request(), r.status, name, has)
+		}
+	}
+
+	if r.method != "HEAD" {
+		r.wantHeader(t, "Content-Length", strconv.Itoa(len(r.body)))
+		if !json.Valid([]byte(r.body)) {
+			t.Fatalf("%s = %.2000s, want JSON", r.request(), r.body)
+		}
+		if r.status >= 400 {
+			r.wantErrorShape(t)
+		}
+	}
+	r.wantDocumented(t)
+}
+
+// wantErrorShape checks that the body is an Error, and that the message of a 5xx tells no cause.
+func (r reply) wantErrorShape(t testing.TB) {
+	t.Helper()
+	e := decode[apiError](t, r.body)
+	if e.Code == "invalid_http" {
+		return // TestInvalidHTTP checks the whole body
+	}
+	if statusByCode[e.Code] != r.status || e.Message == "" || e.Status != r.status {
+		t.Fatalf("%s = %d %s, want an Error", r.request(), r.status, r.body)
+	}
+	if r.status >= 500 && e.Message != "internal error" && e.Message != unavailable {
+		t.Fatalf("%s tells the cause: %s", r.request(), e.Message)
+	}
+}

@@ -303,8 +303,8 @@ func openStore(path string, logger *slog.Logger) (*store, error) {
 		path:    path,
 		files:   map[string]os.FileInfo{},
 		logger:  logger,
-		readers: newPool(path, "mode=ro", max(4, runtime.GOMAXPROCS(0))), // some may wait for the disk
-		writer:  newPool(path, "mode=rwc", 1),
+		readers: newPool(path, "ro", max(4, runtime.GOMAXPROCS(0))), // some may wait for the disk
+		writer:  newPool(path, "rwc", 1),
 		next:    new(batch),
 	}
 	if err := s.open(); err != nil {
@@ -511,7 +511,7 @@ func backup(ctx context.Context, path, target string) error {
 
 	// If the service is stopped, SQLite makes a -wal and a -shm. With "ro", it could not delete
 	// them.
-	db := newPool(path, "mode=rw", 1)
+	db := newPool(path, "rw", 1)
 	defer db.Close()
 	// VACUUM INTO refuses a file that exists, unless it is empty, as temp is.
 	if _, err := db.ExecContext(ctx, "VACUUM INTO ?", temp.Name()); err != nil {
@@ -539,7 +539,7 @@ func backup(ctx context.Context, path, target string) error {
 // verify returns an error if the database at path is empty or damaged, is not one of this service,
 // or was written by a newer version.
 func verify(ctx context.Context, path string) error {
-	db := newPool(path, "mode=rw", 1) // with "ro", SQLite ignores the CHECK constraints of the schema
+	db := newPool(path, "rw", 1) // with "ro", SQLite ignores the CHECK constraints of the schema
 	defer db.Close()
 
 	return inTx(db, func(tx *sql.Tx) error {
@@ -576,12 +576,11 @@ func inTx(db *sql.DB, f func(tx *sql.Tx) error) error {
 	return tx.Commit() // if COMMIT fails, the driver rolls back
 }
 
-// newPool returns a pool of up to size connections to the database at path. None is open yet.
-// options are parameters of SQLite for its URI, such as mode=ro, or mode=rwc, which creates a
-// missing file. See https://sqlite.org/uri.html.
-func newPool(path, options string, size int) *sql.DB {
-	query := url.Values{ // see https://pkg.go.dev/modernc.org/sqlite#Driver.Open
-		"_error_rc": {"1"}, // errors have their own message, and not that of an earlier error
+// newPool returns a pool of up to size connections to the database at path. None is open yet. mode
+// is one of SQLite's: ro, rw, or rwc, which creates a missing file.
+func newPool(path, mode string, size int) *sql.DB {
+	query := url.Values{
+		"mode": {mode},
 		// BEGIN waits for the write lock. After a plain BEGIN and a SELECT, an INSERT would not
 		// wait, but fail.
 		"_txlock": {"immediate"},
@@ -592,11 +591,18 @@ func newPool(path, options string, size int) *sql.DB {
 			"checkpoint_fullfsync(ON)",
 		},
 	}
-	name := "file:" + url.PathEscape(filepath.ToSlash(path)) + "?" + options + "&" + query.Encode()
-
-	db, _ := sql.Open("sqlite", name) // fails only if there is no such driver
+	db := newDB(path, query.Encode())
 	db.SetMaxOpenConns(size)
 	db.SetMaxIdleConns(size)
+	return db
+}
+
+// newDB returns a database/sql.DB for the database at path. query has parameters of the driver: see
+// https://pkg.go.dev/modernc.org/sqlite#Driver.Open.
+func newDB(path, query string) *sql.DB {
+	// With _error_rc, an error has its own message, and not that of an earlier one.
+	name := "file:" + url.PathEscape(filepath.ToSlash(path)) + "?_error_rc=1&" + query
+	db, _ := sql.Open("sqlite", name) // fails only if there is no such driver
 	return db
 }
 
@@ -746,7 +752,7 @@ func lost(path string) (bool, error) {
 		return false, err
 	}
 	// With writable_schema, SQLite also reads an old WAL of a database that has grown since.
-	withWAL, err := lastID(database, "mode=ro&_pragma=writable_schema(ON)")
+	withWAL, err := lastID(database, "mode=ro&_pragma=busy_timeout(2000)&_pragma=writable_schema(ON)")
 	// An error of the database alone means that it was copied in part, and needs the WAL.
 	alone, _ := lastID(path, "immutable=1")
 	return withWAL > alone, err
@@ -762,9 +768,9 @@ func inPlace(path, link string) bool {
 	return err == nil && os.SameFile(file, linked)
 }
 
-// lastID returns the greatest id that a database has given, or 0. options are those of newPool.
-func lastID(path, options string) (id int64, err error) {
-	db := newPool(path, options, 1)
+// lastID returns the greatest id that a database has given, or 0. query is that of newDB.
+func lastID(path, query string) (id int64, err error) {
+	db := newDB(path, query)
 	defer db.Close()
 	err = db.QueryRow(`SELECT coalesce(max(seq), 0) FROM sqlite_sequence
 		WHERE name = 'pets'`).Scan(&id)

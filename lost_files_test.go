@@ -1,0 +1,397 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// What happens after files were lost and the program has ended.
+const (
+	healed = "the next start serves"
+	lostIt = "a start and a backup are refused until the files are put back"
+)
+
+// TestLostFiles lets the program lose its files by a command of an operator, and then stops or kills
+// it. Nothing that was acknowledged may be lost by it.
+func TestLostFiles(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		command string // runs in the folder of animals.db
+
+		afterStop       string
+		afterSharedStop string // beside another program, which keeps the database open
+		afterKill       string // alone or beside another program
+	}{
+		{"rm animals.db", lostIt, lostIt, lostIt},
+		{"mv animals.db moved", lostIt, lostIt, lostIt},
+		{"cp animals.db new; mv new animals.db", lostIt, lostIt, lostIt},
+
+		// At the last close of all programs, SQLite copies the WAL to the database.
+		{"rm animals.db-wal", healed, lostIt, lostIt},
+		{"mv animals.db-wal moved", healed, lostIt, lostIt},
+		{": >new; mv new animals.db-wal", healed, lostIt, lostIt},
+		{"rm animals.db-wal animals.db-shm", healed, lostIt, lostIt},
+
+		// SQLite makes the -shm anew from the WAL.
+		{"rm animals.db-shm", healed, healed, healed},
+		{"cp animals.db-shm new; mv new animals.db-shm", healed, healed, healed},
+
+		{"rm animals.db animals.db-wal", lostIt, lostIt, lostIt},
+		{"rm animals.db*", lostIt, lostIt, lostIt},
+		{"mkdir new; cp animals.db* new; mv new/* .", lostIt, lostIt, lostIt},
+	} {
+		t.Run(c.command, func(t *testing.T) {
+			t.Parallel()
+			for _, end := range []struct {
+				name   string
+				signal os.Signal
+				shared bool // another program keeps the database open
+				want   string
+			}{
+				{"stop", syscall.SIGTERM, false, c.afterStop},
+				{"stop beside another program", syscall.SIGTERM, true, c.afterSharedStop},
+				{"kill", syscall.SIGKILL, false, c.afterKill},
+				{"kill beside another program", syscall.SIGKILL, true, c.afterKill},
+			} {
+				t.Run(end.name, func(t *testing.T) {
+					t.Parallel()
+					file := newFile(t)
+					p := start(t, file, withAPIKey)
+					p.create(rex).wantNew(t, 1)
+					if end.shared {
+						connect(t, file).Exec("SELECT * FROM pets")
+					}
+
+					inFolder(t, file, c.command)
+					wantNotInItsPlace(t, p.service)
+					p.cmd.Process.Signal(end.signal)
+					status := p.wait(t)
+					if end.signal == syscall.SIGTERM && (status == 0) != (end.want == healed) {
+						t.Errorf("the stop has ended with status %d, but want that %s", status, end.want)
+					}
+					if end.want == lostIt {
+						wantLost(t, file)
+						inFolder(t, file, "cp -lf .animals.db.links/* .")
+					}
+					wantRexAlone(t, file)
+				})
+			}
+		})
+	}
+}
+
+// inFolder runs a shell command in the folder of a file.
+func inFolder(t *testing.T, file, command string) {
+	t.Helper()
+	c := exec.Command("sh", "-c", command)
+	c.Dir = filepath.Dir(file)
+	if output, err := c.CombinedOutput(); err != nil {
+		t.Fatalf("%s: %v: %s", command, err, output)
+	}
+}
+
+// wantNotInItsPlace checks that a service refuses to add animals, but returns them.
+func wantNotInItsPlace(t *testing.T, s *service) {
+	t.Helper()
+	s.create(rex).wantError(t, 503, "unavailable", unavailable)
+	s.get("/healthz").wantError(t, 503, "unavailable", unavailable)
+	s.get("/v1/pets/1").want(t, 200)
+}
+
+// wantLost checks that a start and a backup are refused, and say where the files are. They are
+// processes of their own: in one process, SQLite uses one -shm for all names of a database.
+func wantLost(t *testing.T, file string) {
+	t.Helper()
+	for _, args := range [][]string{
+		{"-addr", "127.0.0.1:0", "-db", file},
+		{"-db", file, "-backup", file + ".copy"},
+	} {
+		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second) // in case it starts
+		defer cancel()
+		cmd := exec.CommandContext(ctx, os.Args[0], args...)
+		cmd.Env = []string{"ANIMALSTORE_PROCESS=1", "API_KEYS=" + testKey}
+		_, err := cmd.StdinPipe() // see TestMain
+		must(t, err)
+		output, err := cmd.CombinedOutput()
+		want := fmt.Sprintf("all animals are in %q", filepath.Dir(file)+"/.animals.db.links")
+		if err == nil || !strings.Contains(string(output), want) {
+			t.Fatalf("%q = %v, %s, want %s", args, err, output, want)
+		}
+	}
+}
+
+// wantRexAlone checks that the program starts with a database, that this has Rex as animal 1, and
+// that the next animal gets the id 2.
+func wantRexAlone(t *testing.T, file string) {
+	t.Helper()
+	p := start(t, file, withAPIKey)
+	p.get("/v1/pets").want(t, 200).
+		wantBody(t, `[{"id":1,"name":"Rex","categoryId":7,"status":"available"}]`+"\n")
+	p.create(rex).wantNew(t, 2)
+	wantSQL(t, file, "PRAGMA integrity_check", "ok")
+}
+
+// wantNoStart checks that the store cannot be opened, with this message.
+func wantNoStart(t *testing.T, file, message string) {
+	t.Helper()
+	_, err := openStore(file, slog.New(slog.DiscardHandler))
+	if err == nil || !strings.Contains(err.Error(), message) {
+		t.Fatalf("openStore = %v, want %s", err, message)
+	}
+}
+
+// TestAfterKill does something to the files of a program that was killed, with Rex in its WAL.
+func TestAfterKill(t *testing.T) {
+	t.Parallel()
+	// look reads the database as another program does. When it ends, SQLite copies the WAL to the
+	// database, and deletes the WAL.
+	look := func(t *testing.T, file string) { wantPetCount(t, file, 1) }
+	for _, c := range []struct {
+		name string
+		do   func(t *testing.T, file string)
+		want string
+	}{
+		{"nothing", func(*testing.T, string) {}, healed},
+		{"the -shm is deleted", func(t *testing.T, file string) {
+			inFolder(t, file, "rm animals.db-shm")
+		}, healed},
+		{"another program looks", look, healed},
+		{"one looks, and one keeps the database open, with a new WAL", func(t *testing.T, file string) {
+			look(t, file)
+			connect(t, file).Exec("SELECT * FROM pets")
+		}, healed},
+		{"one looks, and one makes the database grow", func(t *testing.T, file string) {
+			look(t, file)
+			execSQL(t, file, "CREATE TABLE notes (note); INSERT INTO notes VALUES (zeroblob(100000))")
+		}, healed},
+
+		{"the -wal is deleted", func(t *testing.T, file string) {
+			inFolder(t, file, "rm animals.db-wal")
+		}, lostIt},
+		{"the -wal is deleted, and another program looks", func(t *testing.T, file string) {
+			inFolder(t, file, "rm animals.db-wal")
+			wantPetCount(t, file, 0)
+		}, lostIt},
+		{"all is deleted, and only the database is put back", func(t *testing.T, file string) {
+			inFolder(t, file, "rm animals.db*; mv .animals.db.links/animals.db .")
+		}, lostIt},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			file := newFile(t)
+			p := start(t, file, withAPIKey)
+			// An id of another table tells nothing of the animals.
+			execSQL(t, file, `CREATE TABLE others (id INTEGER PRIMARY KEY AUTOINCREMENT);
+				INSERT INTO others VALUES (1000); PRAGMA wal_checkpoint(TRUNCATE)`)
+			p.create(rex).wantNew(t, 1)
+			p.kill(t)
+
+			c.do(t, file)
+			if c.want == lostIt {
+				wantLost(t, file)
+				inFolder(t, file, "cp -lf .animals.db.links/* .")
+			}
+			wantRexAlone(t, file)
+		})
+	}
+}
+
+// TestLostWALBesideAnotherProgram deletes the WAL of a program that was killed. Then another program
+// opens the database, and uses the -shm for a new, empty WAL.
+func TestLostWALBesideAnotherProgram(t *testing.T) {
+	t.Parallel()
+	file := newFile(t)
+	p := start(t, file, withAPIKey)
+	p.create(rex).wantNew(t, 1)
+	p.kill(t)
+	inFolder(t, file, "rm animals.db-wal")
+	other := connect(t, file)
+	_, err := other.Exec("SELECT * FROM pets")
+	must(t, err)
+
+	wantLost(t, file)
+	must(t, other.Close())
+	inFolder(t, file, "cp -lf .animals.db.links/* .")
+	wantRexAlone(t, file)
+}
+
+// TestMovedFolder moves the folder of a running program, with the links in it, and stops it.
+func TestMovedFolder(t *testing.T) {
+	t.Parallel()
+	folder := filepath.Join(t.TempDir(), "folder")
+	must(t, os.Mkdir(folder, 0o700))
+	file := filepath.Join(folder, "animals.db")
+	p := start(t, file, withAPIKey)
+	p.create(rex).wantNew(t, 1)
+	must(t, os.Rename(folder, folder+".away"))
+	wantNotInItsPlace(t, p.service)
+
+	must(t, p.cmd.Process.Signal(syscall.SIGTERM))
+	if status := p.wait(t); status != 1 {
+		t.Fatalf("the status of the stop is %d, want 1", status)
+	}
+	p.log.wantText(t, "animalstore: the database is not in its place")
+	wantNoStart(t, file, "unable to open database file (14)")
+	must(t, os.Rename(folder+".away", folder))
+	wantRexAlone(t, file)
+}
+
+// TestFilesPutBack moves each file of a running service away, and puts it back. Creates must get 503
+// while it is away.
+func TestFilesPutBack(t *testing.T) {
+	t.Parallel()
+	for _, suffix := range fileSuffixes {
+		t.Run("animals.db"+suffix, func(t *testing.T) {
+			t.Parallel()
+			s := newService(t)
+			s.create(rex).wantNew(t, 1)
+			must(t, os.Rename(s.file+suffix, s.file+".away"))
+			wantNotInItsPlace(t, s)
+			s.log.wantText(t, "level=ERROR", "the database is not in its place")
+
+			must(t, os.Rename(s.file+".away", s.file+suffix))
+			s.get("/healthz").want(t, 200)
+			s.create(rex).wantNew(t, 2)
+			must(t, s.close())
+			wantOnly(t, filepath.Dir(s.file), "animals.db") // no WAL, and no links
+			wantPetCount(t, s.file, 2)
+		})
+	}
+}
+
+// TestDatabasePutBackFromItsLink deletes the database of a running service, and moves its link back:
+// the stop must find that nothing is lost, although the link is gone.
+func TestDatabasePutBackFromItsLink(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.create(rex).wantNew(t, 1)
+	inFolder(t, s.file, "rm animals.db; mv .animals.db.links/animals.db .")
+	must(t, s.close())
+	wantOnly(t, filepath.Dir(s.file), "animals.db")
+	wantRexAlone(t, s.file)
+}
+
+// TestDeletedSHM deletes the -shm of a running service, and starts another one: it must put the
+// -shm back, because it has the locks that keep them from writing at the same time.
+func TestDeletedSHM(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.create(rex).wantNew(t, 1)
+	must(t, os.Remove(s.file+"-shm"))
+	openService(t, s.file).create(rex).wantNew(t, 2)
+	s.create(rex).wantNew(t, 3)
+}
+
+// TestMoveDuringACreate moves the database while a create waits for a lock: it must get 503. After
+// the stop, the moved file must have all animals, without the WAL.
+func TestMoveDuringACreate(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.create(rex).wantNew(t, 1)
+	unlock := lock(t, s.file)
+	s.createSignalling(rex, "", func() {
+		os.Rename(s.file, s.file+".away")
+		unlock()
+	}).wantError(t, 503, "unavailable", unavailable)
+
+	if err := s.close(); err == nil || !strings.Contains(err.Error(), "all animals are in ") {
+		t.Fatalf("close = %v, want that animals are in the links", err)
+	}
+	wantPetCount(t, s.file+".away", 1)
+}
+
+// TestListsOfAMovedDatabase sends four lists at once, which sleep_1s() makes slow, so that the
+// service uses four connections. It must have opened them before the database was moved.
+func TestListsOfAMovedDatabase(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.create(rex).want(t, 201)
+	replaceByView(t, s.file, "pets", "* FROM real WHERE sleep_1s()")
+	must(t, os.Rename(s.file, s.file+".away"))
+
+	begun := time.Now()
+	var replies [4]reply
+	var lists sync.WaitGroup
+	for i := range replies {
+		lists.Go(func() { replies[i] = s.get("/v1/pets") })
+	}
+	lists.Wait()
+	if took := time.Since(begun); took >= 4*time.Second {
+		t.Fatalf("the lists took %v: each has waited for the one before", took)
+	}
+	for _, r := range replies {
+		r.want(t, 200).
+			wantBody(t, `[{"id":1,"name":"Rex","categoryId":7,"status":"available"}]`+"\n")
+	}
+}
+
+// TestIdleReaders lets a day pass, under a fake clock. The service must keep its connections open.
+// The database is moved first, so a new connection could not read it.
+func TestIdleReaders(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		s := newService(t)
+		must(t, os.Rename(s.file, s.file+".away"))
+		time.Sleep(24 * time.Hour)
+		s.get("/v1/pets").want(t, 200)
+	})
+}
+
+// TestStartAfterKill opens the database of a program that was killed. The start must commit
+// something, to sync the WAL, because the newest animals may not be on disk. It must make new links.
+func TestStartAfterKill(t *testing.T) {
+	t.Parallel()
+	file := newFile(t)
+	p := start(t, file, withAPIKey)
+	p.create(rex).want(t, 201)
+	p.kill(t)
+	before := readFile(t, file+"-wal")
+	link := linkOf(file)
+	writeFile(t, filepath.Join(filepath.Dir(link), "old"), "")
+
+	openService(t, file)
+	if readFile(t, file+"-wal") == before {
+		t.Fatal("the start has committed nothing")
+	}
+	wantOnly(t, filepath.Dir(link), "animals.db", "animals.db-shm", "animals.db-wal")
+	for _, suffix := range fileSuffixes {
+		if !inPlace(file+suffix, link+suffix) {
+			t.Fatalf("%s leads to another file", link+suffix)
+		}
+	}
+}
+
+// TestTruncatedWAL stops a service after another program has copied the WAL to the database, and
+// then emptied it: the stop must find that nothing is lost.
+func TestTruncatedWAL(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	s.create(rex).want(t, 201)
+	execSQL(t, s.file, "PRAGMA wal_checkpoint(TRUNCATE)")
+	must(t, s.close())
+	wantOnly(t, filepath.Dir(s.file), "animals.db")
+}
+
+// TestWithoutLinks opens a database with a name that is too long for a folder of links: the service
+// must warn, and serve.
+func TestWithoutLinks(t *testing.T) {
+	t.Parallel()
+	file := filepath.Join(t.TempDir(), strings.Repeat("x", 250)) // the longest name has 255 bytes
+	must(t, os.Rename(newClosedDatabase(t), file))
+	s := openService(t, file)
+	s.log.wantText(t, `level=WARN msg="the files of the database have no links"`)
+	s.create(rex).wantNew(t, 2)
+	s.get("/healthz").want(t, 200)
+	must(t, s.close())
+	wantPetCount(t, file, 2)
+}
