@@ -232,8 +232,9 @@ func parseIdempotencyKey(values []string) (string, error) {
 // readBody returns the body of the request, or an apiError: 413, 408 or 400.
 func readBody(r *request) ([]byte, error) {
 	tooLarge := newError("body_too_large", "the request body is larger than %d bytes", maxBody)
-	// Refuse a declared size before the first read: a read sends 100 Continue to a client that waits
-	// for that, and so invites the body. (For bodies of up to maxDiscard, answer does so anyway.)
+	// The first read sends 100 Continue to a client that waits for that. So a client that declares
+	// more than maxDiscard is refused before it sends anything. (If it declares less, answer reads
+	// the body in any case.)
 	if r.ContentLength > maxBody {
 		return nil, tooLarge
 	}

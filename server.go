@@ -46,8 +46,8 @@ const (
 
 	maxHeader = 16 << 10 // bytes of the request line and all headers
 
-	// maxDiscard is how many bytes of a body answer reads beyond what the handler has read. By
-	// default, nginx passes on no larger body.
+	// maxDiscard limits how many bytes of a body are read and discarded after the handler: see
+	// answer. By default, nginx passes on no larger body.
 	maxDiscard = 1 << 20
 )
 

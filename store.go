@@ -35,7 +35,8 @@ const (
 var petStatuses = []string{"available", "pending", "sold"}
 
 // NewPet is a pet as a client sends it: the NewPet of the API. Its status is never empty, because
-// parseNewPet fills in the default. Add no pointers: replay compares two of them by ==.
+// parseNewPet fills in the default. Give a new field that may be missing a default, too, and not a
+// pointer: replay compares two of them by ==.
 type NewPet struct {
 	Name       string `json:"name"`
 	CategoryID int64  `json:"categoryId"`
@@ -283,13 +284,11 @@ func (c *createCall) replay(response []byte) {
 }
 
 // exitOnPanic, deferred, ends the program with status 1 after a panic in list, get or storeBatch.
-//
-// After a panic in Query or Exec, the connection and its locks stay in use for ever. A deferred
-// tx.Rollback would wait for them for ever, so inTx does not defer it. A deferred rows.Close does
-// not wait.
-//
-// If storeBatch panics, sync.Once.Do returns to all other calls of the batch as if storeBatch had
-// succeeded, and they would return pets that are not stored.
+// The program cannot go on:
+//   - The connection and its locks stay in use for ever. (A deferred tx.Rollback would wait for
+//     them, and exitOnPanic would not be reached. So inTx does not defer it.)
+//   - sync.Once.Do returns to the other calls of a batch as if storeBatch had succeeded. They would
+//     return pets that are not stored.
 func (s *store) exitOnPanic() {
 	if p := recover(); p != nil {
 		s.logger.Error("panic in the store", "panic", p, "stack", string(debug.Stack()))
@@ -396,7 +395,9 @@ func (s *store) openReaders() error {
 		if err != nil {
 			return err
 		}
-		defer rows.Close() // after the loop, so that each query needs another connection
+		// Until the rows are closed, they keep their connection, and the next query needs another
+		// one. So close all of them at the end.
+		defer rows.Close()
 	}
 	return nil
 }
