@@ -24,9 +24,9 @@ import (
 )
 
 // This file has the helpers that several test files share. handlers_test.go also tests auth.go, and
-// main_test.go also tests stops and kills of the program. The tests of store.go are in store_test.go
-// (creates and reads), schema_test.go, backup_test.go and lost_files_test.go; sabotage_test.go has
-// the ways in which they let SQLite fail.
+// main_test.go also tests stops and kills of the program. The tests of store.go are in
+// store_test.go (creates and reads), schema_test.go, backup_test.go and lost_files_test.go.
+// sabotage_test.go has the ways in which they let SQLite fail.
 //
 // There are three fixtures:
 //   - A service runs in the process of the test, on a database file of its own. SQL that a test

@@ -7,8 +7,8 @@
 // errors that clients see, and their codes.
 //
 // Three promises shape the code:
-//   - A 201 means that the pet was stored on disk. A transaction waits for the disk, so creates that
-//     arrive meanwhile share the next one (create in store.go).
+//   - A 201 means that the pet was stored on disk. A transaction waits for the disk, so creates
+//     that arrive meanwhile share the next one (batch in store.go).
 //   - A client can repeat a create safely, with an Idempotency-Key (insert in store.go).
 //   - The members of a pet are stored exactly as they were sent, or the pet is refused (parseNewPet
 //     in handlers.go).

@@ -725,9 +725,9 @@ func checkComplete(path string) error {
 
 // lost reports whether the links of the database at path have animals that it lacks. That is so if
 //   - the database is another file than its link, or
-//   - the WAL is another file than its link, which has animals that are not in the database. (When
-//     the last connection of all programs closes, SQLite copies the WAL to the database, and deletes
-//     it. Then nothing is lost.)
+//   - the WAL is another file than its link, which has animals that are not in the database. (It
+//     has none after the last connection of all programs has closed: then SQLite copies the WAL to
+//     the database, and deletes it.)
 func lost(path string) (bool, error) {
 	link := linkOf(path)
 	if _, err := os.ReadDir(filepath.Dir(link)); errors.Is(err, os.ErrPermission) {
