@@ -344,7 +344,10 @@ func (s *store) open() error {
 			return err
 		}
 	}
-	s.linkFiles()
+	// A transaction has the write lock, so only one start at a time makes links.
+	if err := inTx(s.writer, func(*sql.Tx) error { s.linkFiles(); return nil }); err != nil {
+		return err
+	}
 	if err := s.prepare(); err != nil {
 		return err
 	}
@@ -659,8 +662,8 @@ func linkOf(path string) string {
 	return filepath.Join(folder, "."+name+".links", name)
 }
 
-// linkFiles makes the links to the files, in place of those that a kill has left behind. If that
-// fails, as on a file system without hard links, it logs a warning.
+// linkFiles makes the links to the files, in place of those of an earlier start. If that fails, as
+// on a file system without hard links, it logs a warning.
 func (s *store) linkFiles() {
 	link := linkOf(s.path)
 	folder := filepath.Dir(link)
@@ -680,6 +683,11 @@ func (s *store) close() error {
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
 
+	if err := s.checkFiles("-shm"); err != nil {
+		// Other programs may have changed the WAL, and this -shm does not tell. So leave the
+		// connections open, as a kill does: when they close, SQLite may copy the WAL by this -shm.
+		return err
+	}
 	moved := s.checkFiles("")
 	if moved != nil {
 		// SQLite does not copy the WAL to a database that was moved. Do it here, so that the file
@@ -695,7 +703,7 @@ func (s *store) close() error {
 		return err
 	}
 	if moved != nil {
-		return moved // the whole folder was moved, with the links in it
+		return moved // the folder was moved, with the links in it, or there are no links
 	}
 	// While there is a WAL, another program has the database open, and may need the links.
 	if _, err := os.Stat(s.path + "-wal"); errors.Is(err, os.ErrNotExist) {
@@ -725,9 +733,9 @@ func checkComplete(path string) error {
 
 // lost reports whether the links of the database at path have animals that it lacks. That is so if
 //   - the database is another file than its link, or
-//   - the WAL is another file than its link, which has animals that are not in the database. (It
-//     has none after the last connection of all programs has closed: then SQLite copies the WAL to
-//     the database, and deletes it.)
+//   - the WAL is another file than its link, which has animals that are not in the database. (When
+//     the last connection of all programs closes, SQLite copies the WAL to the database, and
+//     deletes it. Then it has none, but perhaps those of a commit that a kill has interrupted.)
 func lost(path string) (bool, error) {
 	link := linkOf(path)
 	if _, err := os.ReadDir(filepath.Dir(link)); errors.Is(err, os.ErrPermission) {
@@ -752,9 +760,10 @@ func lost(path string) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	// With writable_schema, SQLite also reads an old WAL of a database that has grown since.
+	// An old WAL tells of fewer pages than a database has that has grown since. With
+	// writable_schema, SQLite does not take that for damage.
 	withWAL, err := lastID(database, "mode=ro&_pragma=busy_timeout(2000)&_pragma=writable_schema(ON)")
-	// An error of the database alone means that it was copied in part, and needs the WAL.
+	// An error here means that a copy of the WAL was interrupted, so the database needs the WAL.
 	alone, _ := lastID(path, "immutable=1")
 	return withWAL > alone, err
 }
