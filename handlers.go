@@ -232,9 +232,8 @@ func parseIdempotencyKey(values []string) (string, error) {
 // readBody returns the body of the request, or an apiError: 413, 408 or 400.
 func readBody(r *request) ([]byte, error) {
 	tooLarge := newError("body_too_large", "the request body is larger than %d bytes", maxBody)
-	// The first read sends 100 Continue to a client that waits for that. So a client that declares
-	// more than maxDiscard is refused before it sends anything. (If it declares less, answer reads
-	// the body in any case.)
+	// Do not read a body that is declared to be too large: the first read would send 100 Continue to
+	// a client that waits for that, and then wait for the body.
 	if r.ContentLength > maxBody {
 		return nil, tooLarge
 	}

@@ -23,7 +23,7 @@ import (
 	"time"
 )
 
-// This file has the helpers that several test files share. handlers_test.go also tests auth.go, and
+// This file has the fixtures and helpers of most tests. handlers_test.go also tests auth.go, and
 // main_test.go also tests stops and kills of the program. The tests of store.go are in
 // store_test.go (creates and reads), schema_test.go, backup_test.go and lost_files_test.go.
 // sabotage_test.go has the ways in which they let SQLite fail.
@@ -106,7 +106,8 @@ func openService(t testing.TB, file string) *service {
 	t.Cleanup(func() { s.close() }) // returns an error if the test has moved a file
 	s.roundTrip = func(r *http.Request) (*http.Response, error) {
 		// The panic tells which of the tests that run at the same time waits for ever.
-		defer time.AfterFunc(20*time.Second, func() { panic(t.Name() + ": no response") }).Stop()
+		timeout := time.AfterFunc(20*time.Second, func() { panic(t.Name() + ": no response") })
+		defer timeout.Stop()
 		recorder := httptest.NewRecorder()
 		s.server.ServeHTTP(recorder, r)
 		return recorder.Result(), nil
@@ -173,7 +174,9 @@ func (r reply) request() string {
 	return strings.TrimSpace(fmt.Sprintf("%.20s %.500s %.300s", r.method, r.target, r.sent))
 }
 
-// want checks the status of a response, and what holds for all responses: see wantRules.
+// want checks the status of a response, and what holds for all responses: their headers, and the
+// form of their body (wantRules in server_test.go). If an operation has sent it, openapi.json must
+// describe it (wantDocumented in openapi_test.go).
 func (r reply) want(t testing.TB, status int) reply {
 	t.Helper()
 	if r.err != nil {
@@ -312,6 +315,20 @@ type process struct {
 	ended  chan struct{} // is closed when the process has ended
 }
 
+// TestMain runs the tests. In a process that a test has started, it runs the program instead: the
+// binary of the tests has that, too.
+func TestMain(m *testing.M) {
+	registerSQL()
+	if os.Getenv("ANIMALSTORE_PROCESS") != "" {
+		go func() {
+			io.Copy(io.Discard, os.Stdin) // ends when the process of the test ends
+			os.Exit(1)
+		}()
+		main() // ends the process
+	}
+	os.Exit(m.Run())
+}
+
 // start starts the program with a database file, an environment and more args, and waits until it
 // serves. The program is killed at the end of the test: t.Context ends then, before the cleanups.
 func start(t testing.TB, file string, e env, args ...string) *process {
@@ -330,7 +347,8 @@ func start(t testing.TB, file string, e env, args ...string) *process {
 	must(t, cmd.Start())
 
 	// This ends the loop below if the program does not serve.
-	defer time.AfterFunc(20*time.Second, func() { cmd.Process.Kill() }).Stop()
+	timeout := time.AfterFunc(20*time.Second, func() { cmd.Process.Kill() })
+	defer timeout.Stop()
 
 	p := &process{cmd: cmd, stderr: stderr, ended: make(chan struct{})}
 	p.service = &service{file: file, log: &logBuffer{}, apiKey: testKey}

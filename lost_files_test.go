@@ -15,11 +15,16 @@ import (
 	"time"
 )
 
-// What comes of lost files after the end of the program.
-const (
-	starts           = "the stop succeeds, and the next start serves"
-	startsAfterError = "the stop fails, and the next start serves"
-	mustPutBack      = "the stop fails, and a start and a backup are refused until the files are put back"
+// ending is what comes of lost files at the end of the program.
+type ending struct {
+	stopStatus  int  // of the program, if it is stopped
+	mustPutBack bool // a start and a backup are refused until the files are put back
+}
+
+var (
+	starts           = ending{stopStatus: 0}
+	startsAfterError = ending{stopStatus: 1}
+	mustPutBack      = ending{stopStatus: 1, mustPutBack: true}
 )
 
 // TestLostFiles lets the program lose its files by a command of an operator, and then stops or
@@ -28,9 +33,9 @@ func TestLostFiles(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
 		command         string // runs in the folder of animals.db
-		afterStop       string
-		afterSharedStop string // another program keeps the database open
-		afterKill       string // alone, or beside another program
+		afterStop       ending
+		afterSharedStop ending // another program keeps the database open
+		afterKill       ending // alone, or beside another program
 	}{
 		{"rm animals.db", mustPutBack, mustPutBack, mustPutBack},
 		{"mv animals.db moved", mustPutBack, mustPutBack, mustPutBack},
@@ -53,7 +58,7 @@ func TestLostFiles(t *testing.T) {
 			name   string
 			signal os.Signal
 			shared bool // another program keeps the database open
-			want   string
+			want   ending
 		}{
 			{"stop", syscall.SIGTERM, false, c.afterStop},
 			{"stop beside another program", syscall.SIGTERM, true, c.afterSharedStop},
@@ -73,10 +78,10 @@ func TestLostFiles(t *testing.T) {
 				wantNotInItsPlace(t, p.service)
 				must(t, p.cmd.Process.Signal(end.signal))
 				status := p.wait(t)
-				if end.signal == syscall.SIGTERM && (status == 0) != (end.want == starts) {
-					t.Errorf("the stop has ended with status %d, but want that %s", status, end.want)
+				if end.signal == syscall.SIGTERM && status != end.want.stopStatus {
+					t.Errorf("the status of the stop is %d, want %d", status, end.want.stopStatus)
 				}
-				if end.want == mustPutBack {
+				if end.want.mustPutBack {
 					wantLost(t, file)
 					inFolder(t, file, putBack)
 				}
@@ -138,8 +143,8 @@ func wantLost(t *testing.T, file string) {
 	}
 }
 
-// wantRexAlone checks that the program starts with a database, that this has Rex as animal 1, and
-// that the next animal gets the id 2.
+// wantRexAlone starts the program with a database, and checks that this has only Rex, as animal 1.
+// The next animal must get the id 2.
 func wantRexAlone(t *testing.T, file string) {
 	t.Helper()
 	p := start(t, file, withAPIKey)
@@ -158,45 +163,47 @@ func TestAfterKill(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		do   func(t *testing.T, file string)
-		want string
+
+		mustPutBack bool // a start and a backup are refused until the files are put back
 	}{
-		{"nothing", func(*testing.T, string) {}, starts},
+		{"nothing", func(*testing.T, string) {}, false},
 		{"the -shm is deleted", func(t *testing.T, file string) {
 			inFolder(t, file, "rm animals.db-shm")
-		}, starts},
-		{"another program looks", look, starts},
+		}, false},
+		{"another program looks", look, false},
 		{"one looks, and one keeps the database open", func(t *testing.T, file string) {
 			look(t, file)
 			keepOpen(t, file) // with a new WAL
-		}, starts},
+		}, false},
 		{"one looks, and one makes the database grow", func(t *testing.T, file string) {
 			look(t, file)
 			execSQL(t, file, "CREATE TABLE t (c); INSERT INTO t VALUES (zeroblob(100000))")
-		}, starts},
+		}, false},
 
 		{"the -wal is deleted", func(t *testing.T, file string) {
 			inFolder(t, file, "rm animals.db-wal")
-		}, mustPutBack},
+		}, true},
 		{"the -wal is deleted, and another program looks", func(t *testing.T, file string) {
 			inFolder(t, file, "rm animals.db-wal")
 			wantPetCount(t, file, 0)
-		}, mustPutBack},
+		}, true},
 		{"all is deleted, and only the database is put back", func(t *testing.T, file string) {
 			inFolder(t, file, "rm animals.db*; mv .animals.db.links/animals.db .")
-		}, mustPutBack},
+		}, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			file := newFile(t)
 			p := start(t, file, withAPIKey)
-			// An id of another table tells nothing of the animals.
+			// An id of another table tells nothing of the animals. Empty the WAL, so that it has
+			// only Rex.
 			execSQL(t, file, `CREATE TABLE others (id INTEGER PRIMARY KEY AUTOINCREMENT);
 				INSERT INTO others VALUES (1000); PRAGMA wal_checkpoint(TRUNCATE)`)
 			p.create(rex).wantNew(t, 1)
 			p.kill(t)
 
 			c.do(t, file)
-			if c.want == mustPutBack {
+			if c.mustPutBack {
 				wantLost(t, file)
 				inFolder(t, file, putBack)
 			}
@@ -364,7 +371,7 @@ func TestStartAfterKill(t *testing.T) {
 	}
 	wantOnly(t, filepath.Dir(link), "animals.db", "animals.db-shm", "animals.db-wal")
 	for _, suffix := range fileSuffixes {
-		if !inPlace(file+suffix, link+suffix) {
+		if differs(file+suffix, link+suffix) {
 			t.Fatalf("%s leads to another file", link+suffix)
 		}
 	}

@@ -3,10 +3,8 @@ package main
 import (
 	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"net"
-	"os"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -14,19 +12,6 @@ import (
 	"syscall"
 	"testing"
 )
-
-// TestMain runs the tests. In a process that start has started, it runs the program instead.
-func TestMain(m *testing.M) {
-	registerSQL()
-	if os.Getenv("ANIMALSTORE_PROCESS") != "" {
-		go func() {
-			io.Copy(io.Discard, os.Stdin) // ends when the process of the test ends
-			os.Exit(1)
-		}()
-		main() // ends the process
-	}
-	os.Exit(m.Run())
-}
 
 // TestWrongFlags runs the program with a wrong command line: it must write the usage, too.
 func TestWrongFlags(t *testing.T) {

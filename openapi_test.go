@@ -132,16 +132,17 @@ func (r reply) wantDocumented(t testing.TB) {
 	}
 	for _, object := range objects {
 		for name, value := range object {
-			want := "string"
-			if _, isNumber := value.(json.Number); isNumber {
-				want = "integer"
-			}
-			if described.Properties[name].Type != want { // "" if it is not described
-				t.Fatalf("openapi.json has no %s %s of %s = %s", want, name, r.request(), r.body)
+			property, found := described.Properties[name]
+			if got := fmt.Sprintf("%T", value); !found || goTypes[property.Type] != got {
+				t.Fatalf("%s has the member %s, a %s, unlike openapi.json: %s",
+					r.request(), name, got, r.body)
 			}
 		}
 	}
 }
+
+// goTypes has the types of OpenAPI, and those that decode makes of them.
+var goTypes = map[string]string{"string": "string", "integer": "json.Number", "boolean": "bool"}
 
 // wantDocumentedHeaders checks that a response has the headers that are described, and no others
 // but those of all HTTP responses.
@@ -235,7 +236,7 @@ const jsonType = "application/json"
 
 type schema struct {
 	Type, Format, Pattern                          string
-	Default, Minimum, Maximum, MaxItems, MaxLength int
+	Default, Minimum, Maximum, MaxItems, MaxLength any // nil if it is missing
 	Enum, Required                                 []string
 	Items                                          *schema
 	AdditionalProperties                           any

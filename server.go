@@ -273,10 +273,11 @@ type jsonErrorConn struct {
 // the same status instead.
 //
 // net/http sends such an error in one Write: a whole response with a status from 400 on, which is
-// not JSON. Nothing else looks like that. The headers of a response of answer come in one Write,
-// too, because they are shorter than the buffer of net/http (4 KiB), and they name
-// application/json. A part of a body is not a whole response, because the JSON of this service has
-// no empty line, which ends headers.
+// not JSON. No other Write looks like that:
+//   - A response of answer begins with its headers, all in one Write, because they are shorter than
+//     the buffer of net/http (4 KiB). They have application/json.
+//   - A later part of its body is not a whole response: that has an empty line after its headers,
+//     and the JSON of this service has none.
 func (c jsonErrorConn) Write(b []byte) (int, error) {
 	if !bytes.HasPrefix(b, []byte("HTTP/")) || bytes.Contains(b, []byte("application/json")) {
 		return c.Conn.Write(b)

@@ -286,7 +286,8 @@ func (c *createCall) replay(response []byte) {
 // exitOnPanic, deferred, ends the program with status 1 after a panic in list, get or storeBatch.
 // The program cannot go on:
 //   - The connection and its locks stay in use for ever. (A deferred tx.Rollback would wait for
-//     them, and exitOnPanic would not be reached. So inTx does not defer it.)
+//     them, and exitOnPanic would not be reached. So inTx does not defer it. A deferred rows.Close
+//     does not wait.)
 //   - sync.Once.Do returns to the other calls of a batch as if storeBatch had succeeded. They would
 //     return pets that are not stored.
 func (s *store) exitOnPanic() {
@@ -314,12 +315,12 @@ func openStore(path string, logger *slog.Logger) (*store, error) {
 
 // open opens the database, brings it up to date, and prepares the statements.
 func (s *store) open() error {
-	if err := checkComplete(s.path); err != nil {
+	if err := checkLinks(s.path); err != nil {
 		return err
 	}
 
-	// If the -shm was deleted, another program may still have it open. All programs must use the
-	// same one, because it has their locks. (If it is there, Link changes nothing.)
+	// The -shm may have been deleted, while another program has it open. All programs must use the
+	// same one, because it has their locks, so put it back. (If it is there, Link changes nothing.)
 	os.Link(linkOf(s.path)+"-shm", s.path+"-shm")
 
 	// migrate refuses a foreign database. It comes before journal_mode, which would change the
@@ -420,6 +421,8 @@ func (s *store) checkHealth() error {
 // To change the schema, append to this list. Never edit a string that was released: a database that
 // already has its version would not get the edit.
 var migrations = []string{
+	// Version 1 was never released. It had other tables, and is not one of ours: see
+	// readSchemaVersion.
 	`PRAGMA application_id = 0x50657473;`,
 
 	// The CHECKs are for edits by other programs, and are not all rules of the API. With
@@ -427,7 +430,7 @@ var migrations = []string{
 	// rowid.
 	//
 	// A row of idempotency_keys has the first response, a Pet in JSON, to the Idempotency-Key of a
-	// caller. created is in Unix seconds. The SQL of deploy/README.md copies these rows.
+	// caller. created is in Unix seconds. deploy/animalstore-merge copies these rows.
 	`CREATE TABLE pets (
 		id INTEGER PRIMARY KEY AUTOINCREMENT CHECK (id > 0),
 		name TEXT NOT NULL CHECK (length(name) BETWEEN 1 AND 255),
@@ -481,7 +484,7 @@ func readSchemaVersion(tx *sql.Tx, newest int) (version int, err error) {
 	}
 
 	empty := id == 0 && version == 0 && objects == 0
-	ours := id == applicationID && version > 1 // nothing was released with version 1
+	ours := id == applicationID && version > 1 // version 1 was never released
 	if !empty && !ours {
 		return 0, fmt.Errorf("not a database of this service: "+
 			"its application_id is %d, and its user_version %d", id, version)
@@ -495,7 +498,7 @@ func readSchemaVersion(tx *sql.Tx, newest int) (version int, err error) {
 // backup writes a copy of the database at path, which may be in use, to the new file target, which
 // gets that name only after the copy is verified and on disk.
 func backup(ctx context.Context, path, target string) error {
-	if err := checkComplete(path); err != nil {
+	if err := checkLinks(path); err != nil {
 		return err
 	}
 	// SQLite would apply an old -wal or -journal of this name to the copy.
@@ -636,7 +639,7 @@ func sqliteCode(err error) int {
 //   - While the service runs, and after a kill, each file has a second name: a hard link in a
 //     hidden folder. See linkFiles.
 //   - While the links have animals that the database lacks, a start, a backup and a stop fail.
-//     Their error says where the links are. See lost.
+//     Their error says where the links are. See linksHaveMore.
 
 // fileSuffixes has the suffixes of the files of an open database: see store.
 var fileSuffixes = []string{"", "-wal", "-shm"}
@@ -699,7 +702,7 @@ func (s *store) close() error {
 		return err
 	}
 
-	if err := checkComplete(s.path); err != nil {
+	if err := checkLinks(s.path); err != nil {
 		return err
 	}
 	if moved != nil {
@@ -712,18 +715,18 @@ func (s *store) close() error {
 	return nil
 }
 
-// checkComplete returns an error if the database at path lacks animals, or is a symbolic link:
-// SQLite keeps the WAL beside the file that the link leads to, and the functions here look beside
-// path.
-func checkComplete(path string) error {
+// checkLinks returns an error if the links of the database at path have animals that it lacks. It
+// refuses a symbolic link, too: SQLite keeps the WAL beside the file that this leads to, and the
+// functions here look beside path.
+func checkLinks(path string) error {
 	if file, err := os.Lstat(path); err == nil && file.Mode().Type() == os.ModeSymlink {
 		return errors.New("it is a symbolic link: name the file that it leads to")
 	}
-	isLost, err := lost(path)
+	more, err := linksHaveMore(path)
 	if err != nil {
 		return fmt.Errorf("looking for lost animals: %w", err)
 	}
-	if isLost {
+	if more {
 		return fmt.Errorf("a file of the database was moved, deleted or replaced; all animals are "+
 			"in %q: end all programs that use the database, and put all files of this folder back",
 			filepath.Dir(linkOf(path)))
@@ -731,25 +734,28 @@ func checkComplete(path string) error {
 	return nil
 }
 
-// lost reports whether the links of the database at path have animals that it lacks. That is so if
+// linksHaveMore reports whether the links of the database at path have animals that it lacks. That
+// is so if
 //   - the database is another file than its link, or
-//   - the WAL is another file than its link, which has animals that are not in the database. (When
-//     the last connection of all programs closes, SQLite copies the WAL to the database, and
-//     deletes it. Then it has none, but perhaps those of a commit that a kill has interrupted.)
-func lost(path string) (bool, error) {
+//   - the WAL is another file than its link, and with that link, the database has a greater id than
+//     without a WAL. (When the last connection of all programs closes, SQLite copies the WAL to the
+//     database, and deletes it. Then only a commit that a kill has interrupted has a greater id.)
+func linksHaveMore(path string) (bool, error) {
 	link := linkOf(path)
-	if _, err := os.ReadDir(filepath.Dir(link)); errors.Is(err, os.ErrPermission) {
-		return false, err // there may be links
+	_, err := os.ReadDir(filepath.Dir(link))
+	if errors.Is(err, os.ErrPermission) {
+		return false, err // this user cannot see whether there are links
 	}
-	if !inPlace(path, link) {
+	if differs(path, link) {
 		return true, nil
 	}
-	if inPlace(path+"-wal", link+"-wal") {
+	if !differs(path+"-wal", link+"-wal") {
 		return false, nil
 	}
 
-	// Read the linked WAL in a new folder: beside path, there may be the -shm of another WAL, and
-	// SQLite would delete a -wal that somebody is just putting back.
+	// Open the database in a new folder, with this WAL. Beside path, there may be the -shm of
+	// another WAL. And if somebody is just putting the WAL back there, SQLite would copy and delete
+	// it when this connection closes.
 	folder, err := os.MkdirTemp(filepath.Dir(link), "")
 	if err != nil {
 		return false, err
@@ -760,22 +766,26 @@ func lost(path string) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	// An old WAL tells of fewer pages than a database has that has grown since. With
-	// writable_schema, SQLite does not take that for damage.
+	// If the WAL is old, the database may have grown since. SQLite takes that for damage, but not
+	// with writable_schema.
 	withWAL, err := lastID(database, "mode=ro&_pragma=busy_timeout(2000)&_pragma=writable_schema(ON)")
-	// An error here means that a copy of the WAL was interrupted, so the database needs the WAL.
+	if err != nil {
+		return false, err
+	}
+	// Open the database alone. If that fails, SQLite was interrupted when it copied the WAL, and the
+	// database needs it: 0 is less than any id.
 	alone, _ := lastID(path, "immutable=1")
-	return withWAL > alone, err
+	return withWAL > alone, nil
 }
 
-// inPlace reports whether path is the file that has this link, or there is no link.
-func inPlace(path, link string) bool {
+// differs reports whether there is a link, and path is another file.
+func differs(path, link string) bool {
 	linked, err := os.Stat(link)
 	if err != nil {
-		return true
+		return false
 	}
 	file, err := os.Stat(path)
-	return err == nil && os.SameFile(file, linked)
+	return err != nil || !os.SameFile(file, linked)
 }
 
 // lastID returns the greatest id that a database has given, or 0. query is that of newDB.

@@ -12,61 +12,68 @@ import (
 	"time"
 )
 
-// TestIdempotencyKey adds Rex with an Idempotency-Key, and then repeats and changes the request.
+// TestIdempotencyKey adds Rex with the Idempotency-Key k, and then sends another request.
 func TestIdempotencyKey(t *testing.T) {
 	t.Parallel()
-	s := newService(t)
-	const key = "k"
-	first := s.create(rex, idempotencyKey(key)).wantNew(t, 1)
-
-	t.Run("other keys and callers add another animal", func(t *testing.T) {
-		s.create(rex).wantNew(t, 2)
-		s.create(rex, idempotencyKey(strings.ToUpper(key))).wantNew(t, 3)
-		s.create(rex, idempotencyKey(key), "Authorization: Bearer "+otherKey).wantNew(t, 4)
-	})
-	t.Run("a repeat gets the first response", func(t *testing.T) {
-		s.create(rex, idempotencyKey(key)).wantRepeat(t, first)
-	})
-	t.Run("a repeat in another form gets it, too", func(t *testing.T) {
-		s.create(`{"status":"available","categoryId":7,"n\u0061me":"Rex"}`, idempotencyKey(key)).
-			wantRepeat(t, first)
-	})
-	t.Run("a repeat after an edit gets it, too", func(t *testing.T) {
-		execSQL(t, s.file, "UPDATE pets SET name = 'x', category_id = 1, status = 'sold'")
-		s.create(rex, idempotencyKey(key)).wantRepeat(t, first)
-	})
-	t.Run("a repeat after a deletion gets it, too", func(t *testing.T) {
-		execSQL(t, s.file, "DELETE FROM pets WHERE id = 1")
-		s.create(rex, idempotencyKey(key)).wantRepeat(t, first)
-	})
-
-	for _, c := range []struct{ name, body string }{
-		{"another name", `{"name":"rex","categoryId":7}`},
-		{"another category", `{"name":"Rex","categoryId":8}`},
-		{"another status", `{"name":"Rex","categoryId":7,"status":"sold"}`},
+	const inAnotherForm = `{"status":"available","categoryId":7,"n\u0061me":"Rex"}`
+	for _, c := range []struct {
+		name, edit string // SQL before the request
+		body       string
+	}{
+		{"the same animal", "", rex},
+		{"the same animal in another form", "", inAnotherForm},
+		{"after an edit", "UPDATE pets SET name = 'x', category_id = 1, status = 'sold'", rex},
+		{"after a deletion", "DELETE FROM pets", rex},
+		// The status stands for a member that did not exist when the response was stored.
+		{"after a release with a new member",
+			"UPDATE idempotency_keys SET response = json_remove(response, '$.status')", rex},
 	} {
-		t.Run(c.name+" is refused", func(t *testing.T) {
-			s.create(c.body, idempotencyKey(key)).wantError(t, 422, "idempotency_key_reused",
-				"this Idempotency-Key was used for another animal")
+		t.Run("a repeat gets the first response: "+c.name, func(t *testing.T) {
+			t.Parallel()
+			s := newService(t)
+			first := s.create(rex, idempotencyKey("k")).wantNew(t, 1)
+			execSQL(t, s.file, c.edit)
+			s.create(c.body, idempotencyKey("k")).wantRepeat(t, first)
+			s.create(rex).wantNew(t, 2) // so the repeat has added nothing
 		})
 	}
-	t.Run("an invalid animal gets 400", func(t *testing.T) {
-		s.create(`{"name":1}`, idempotencyKey(key)).want(t, 400)
+
+	for _, c := range []struct{ name, body string }{
+		{"name", `{"name":"rex","categoryId":7}`},
+		{"category", `{"name":"Rex","categoryId":8}`},
+		{"status", `{"name":"Rex","categoryId":7,"status":"sold"}`},
+	} {
+		t.Run("an animal with another "+c.name+" is refused", func(t *testing.T) {
+			t.Parallel()
+			s := newService(t)
+			s.create(rex, idempotencyKey("k")).wantNew(t, 1)
+			s.create(c.body, idempotencyKey("k")).wantError(t, 422, "idempotency_key_reused",
+				"this Idempotency-Key was used for another animal")
+			wantPetCount(t, s.file, 1)
+		})
+	}
+
+	t.Run("other keys and callers add another animal", func(t *testing.T) {
+		t.Parallel()
+		s := newService(t)
+		s.create(rex, idempotencyKey("k")).wantNew(t, 1)
+		s.create(rex).wantNew(t, 2)
+		s.create(rex, idempotencyKey("K")).wantNew(t, 3)
+		s.create(rex, idempotencyKey("k"), "Authorization: Bearer "+otherKey).wantNew(t, 4)
 	})
 	t.Run("an invalid animal does not use up a key", func(t *testing.T) {
-		s.create(`{"name":1}`, idempotencyKey("new")).want(t, 400)
-		s.create(rex, idempotencyKey("new")).wantNew(t, 5)
-	})
-	wantPetCount(t, s.file, 4) // five were added, and one was deleted
-
-	t.Run("a stored response may lack a new member", func(t *testing.T) {
-		// The status stands for a member that did not exist when the response was stored.
-		execSQL(t, s.file, "UPDATE idempotency_keys SET response = json_remove(response, '$.status')")
-		s.create(rex, idempotencyKey(key)).wantRepeat(t, first)
+		t.Parallel()
+		s := newService(t)
+		s.create(`{"name":1}`, idempotencyKey("k")).want(t, 400)
+		s.create(rex, idempotencyKey("k")).wantNew(t, 1)
+		s.create(`{"name":1}`, idempotencyKey("k")).want(t, 400)
 	})
 	t.Run("a damaged response is an error", func(t *testing.T) {
+		t.Parallel()
+		s := newService(t)
+		s.create(rex, idempotencyKey("k")).wantNew(t, 1)
 		execSQL(t, s.file, "UPDATE idempotency_keys SET response = 'no JSON'")
-		s.create(rex, idempotencyKey(key)).want(t, 500)
+		s.create(rex, idempotencyKey("k")).want(t, 500)
 	})
 }
 
@@ -106,28 +113,19 @@ func TestBatches(t *testing.T) {
 	execSQL(t, s.file, `INSERT INTO pets (name, category_id) VALUES ('Zoe', 13);
 		CREATE UNIQUE INDEX one_of_13 ON pets (category_id) WHERE category_id = 13`)
 	s.create(rex, idempotencyKey("used")).wantNew(t, 2)
-	before := len(readFile(t, s.file+"-wal"))
 
-	// Each of 20 clients sends five requests, two of them with the same Idempotency-Key. The
-	// database is locked until all have arrived.
+	// Each of 20 clients sends five requests, two of them with the same Idempotency-Key.
 	var replies [20]struct{ first, same, refused, reused, withoutKey reply }
-	unlock := lock(t, s.file)
-	var arrived, answered sync.WaitGroup
-	create := func(r *reply, pet, key string) {
-		arrived.Add(1)
-		answered.Go(func() { *r = s.createSignalling(pet, key, arrived.Done) })
-	}
-	for i := range replies {
-		r, k := &replies[i], fmt.Sprint(i)
-		create(&r.first, rex, k)
-		create(&r.same, rex, k)
-		create(&r.refused, zoe, k+"-zoe")
-		create(&r.reused, zoe, "used")
-		create(&r.withoutKey, rex, "")
-	}
-	arrived.Wait()
-	unlock()
-	answered.Wait()
+	s.whileLocked(t, func(create func(r *reply, pet, key string)) {
+		for i := range replies {
+			r, k := &replies[i], fmt.Sprint(i)
+			create(&r.first, rex, k)
+			create(&r.same, rex, k)
+			create(&r.refused, zoe, k+"-zoe")
+			create(&r.reused, zoe, "used")
+			create(&r.withoutKey, rex, "")
+		}
+	})
 
 	for i, r := range replies {
 		t.Run(fmt.Sprint("client ", i), func(t *testing.T) {
@@ -142,22 +140,53 @@ func TestBatches(t *testing.T) {
 		})
 	}
 	s.log.wantText(t, "UNIQUE constraint failed")
-	const stored = 20 * 2               // first and withoutKey
-	wantPetCount(t, s.file, 1+1+stored) // the first Zoe, the animal of the used key, and these
-	// Only the keys of animals that were stored are kept: 20 of first, and the used one.
+	wantPetCount(t, s.file, 2+20*2) // Zoe, the animal of the used key, and two of each client
+	// Each animal that was added with a key has one, and no other key is kept.
 	wantSQL(t, s.file, "SELECT count(*) FROM idempotency_keys", "21")
 	wantSQL(t, s.file,
 		"SELECT count(*) FROM pets JOIN idempotency_keys ON id = response ->> 'id'", "21")
+}
 
-	// A transaction writes at least 3 pages of 4096 bytes to the WAL. So one for each animal would
-	// write at least 120 pages. Two or three transactions for all write some 20 pages together.
-	if pages := (len(readFile(t, s.file+"-wal")) - before) / 4096; pages > 3*stored/2 {
-		t.Fatalf("the WAL has grown by %d pages, want at most %d", pages, 3*stored/2)
+// TestGroupCommit adds 40 animals to a locked database: they must share transactions.
+func TestGroupCommit(t *testing.T) {
+	t.Parallel()
+	s := newService(t)
+	before := len(readFile(t, s.file+"-wal"))
+	var replies [40]reply
+	s.whileLocked(t, func(create func(r *reply, pet, key string)) {
+		for i := range replies {
+			create(&replies[i], rex, "")
+		}
+	})
+
+	for _, r := range replies {
+		r.want(t, 201)
+	}
+	// A transaction writes at least 3 pages of 4096 bytes to the WAL: 120 pages if each animal had
+	// one. Two or three for all of them write less than half of that.
+	if pages := (len(readFile(t, s.file+"-wal")) - before) / 4096; pages > 60 {
+		t.Fatalf("the WAL has grown by %d pages, want at most 60", pages)
 	}
 }
 
-// createSignalling adds an animal, with an Idempotency-Key unless that is "". It calls arrived when
-// the service has read the body: from then on, it can only wait for the database.
+// whileLocked locks the database, and calls f. This begins to add animals by calls of create: a
+// pet, with an Idempotency-Key unless that is "". When the service has received all of them, the
+// lock ends. whileLocked returns when all have their replies.
+func (s *service) whileLocked(t *testing.T, f func(create func(r *reply, pet, key string))) {
+	t.Helper()
+	unlock := lock(t, s.file)
+	var arrived, answered sync.WaitGroup
+	f(func(r *reply, pet, key string) {
+		arrived.Add(1)
+		answered.Go(func() { *r = s.createSignalling(pet, key, arrived.Done) })
+	})
+	arrived.Wait()
+	unlock()
+	answered.Wait()
+}
+
+// createSignalling adds an animal, with an Idempotency-Key unless that is "". It calls arrived
+// once, when the service has read the body. From then on, this can only wait for the database.
 func (s *service) createSignalling(pet, key string, arrived func()) reply {
 	body := io.MultiReader(strings.NewReader(pet), atEnd(sync.OnceFunc(arrived)))
 	r := httptest.NewRequest("POST", "/v1/pets", body)
@@ -237,6 +266,7 @@ func TestFailedTransactions(t *testing.T) {
 		cause    string
 	}{
 		{"the lookup of the Idempotency-Key", func(t *testing.T, s *service) {
+			// The lookup must find a row, because fail is called once for each.
 			caller := sha256.Sum256([]byte(testKey))
 			execSQL(t, s.file, "INSERT INTO idempotency_keys VALUES (?, 'k', unixepoch(), '{}')", caller[:])
 			replaceByView(t, s.file, "idempotency_keys", "* FROM real WHERE fail('the lookup has failed')")
@@ -287,7 +317,7 @@ func TestFailedReads(t *testing.T) {
 			s.log.wantText(t, "level=ERROR", c.cause)
 			s.get("/v1/pets/1").want(t, 200)
 
-			// The health check reads the first animal, which now is the second one.
+			// The health check reads the first animal that there is.
 			s.get("/healthz").want(t, 200)
 			execSQL(t, s.file, "DELETE FROM real WHERE id = 1")
 			s.get("/healthz").want(t, 503)
@@ -299,20 +329,30 @@ func TestFailedReads(t *testing.T) {
 // connection may stay in use for ever.
 func TestPanicInSQLite(t *testing.T) {
 	t.Parallel()
-	for _, request := range []string{"GET /v1/pets", "GET /v1/pets/2", "POST /v1/pets"} {
-		t.Run(request, func(t *testing.T) {
+	panicInRead := func(t *testing.T, file string) {
+		// The first animal can be read, so a list panics in rows.Next.
+		replaceByView(t, file, "pets", "* FROM real WHERE id = 1 OR panic_now()")
+	}
+	panicInInsert := func(t *testing.T, file string) {
+		beforeInsert(t, file, "pets", "panic_now()")
+	}
+	for _, c := range []struct {
+		request  string
+		sabotage func(t *testing.T, file string)
+	}{
+		{"GET /v1/pets", panicInRead},
+		{"GET /v1/pets/2", panicInRead},
+		{"POST /v1/pets", panicInInsert},
+	} {
+		t.Run(c.request, func(t *testing.T) {
 			t.Parallel()
 			file := newFile(t)
 			p := start(t, file, withAPIKey)
 			addPets(t, file, 2)
-			beforeInsert(t, file, "pets", "panic_now()")
-			if request != "POST /v1/pets" {
-				// The first animal can be read, so a list panics in rows.Next.
-				replaceByView(t, file, "pets", "* FROM real WHERE id = 1 OR panic_now()")
-			}
+			c.sabotage(t, file)
 
-			if resp := p.do(request, rex); resp.err == nil {
-				t.Fatalf("%s = %d, want no response", request, resp.status)
+			if resp := p.do(c.request, rex); resp.err == nil {
+				t.Fatalf("%s = %d, want no response", c.request, resp.status)
 			}
 			if status := p.wait(t); status != 1 {
 				t.Fatalf("the exit status is %d, want 1", status)
