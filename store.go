@@ -728,7 +728,7 @@ func checkLinks(path string) error {
 	}
 	if more {
 		return fmt.Errorf("a file of the database was moved, deleted or replaced; all animals are "+
-			"in %q: end all programs that use the database, and put all files of this folder back",
+			"in %q: end all programs that use the database, and move all files of this folder back",
 			filepath.Dir(linkOf(path)))
 	}
 	return nil
