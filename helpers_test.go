@@ -352,7 +352,10 @@ func start(t testing.TB, file string, e env, args ...string) *process {
 
 	p := &process{cmd: cmd, stderr: stderr, ended: make(chan struct{})}
 	p.service = &service{file: file, log: &logBuffer{}, apiKey: testKey}
-	transport := &http.Transport{MaxIdleConnsPerHost: 16} // one for each client of TestKill
+	transport := &http.Transport{
+		MaxIdleConnsPerHost:   16, // one for each client of TestKill
+		ResponseHeaderTimeout: 20 * time.Second,
+	}
 	p.roundTrip = func(r *http.Request) (*http.Response, error) {
 		r.RequestURI = "" // is for servers: a client refuses it
 		r.URL.Scheme, r.URL.Host = "http", p.addr

@@ -15,6 +15,9 @@ import (
 	"time"
 )
 
+// These tests let the service lose files of its database: while it runs, or after a kill. See store
+// in store.go for what these files are, and its end for the links to them.
+
 // ending is what comes of lost files at the end of the program.
 type ending struct {
 	stopStatus  int  // of the program, if it is stopped
@@ -85,7 +88,7 @@ func TestLostFiles(t *testing.T) {
 					wantLost(t, file)
 					inFolder(t, file, putBack)
 				}
-				wantRexAlone(t, file)
+				startAgain(t, file)
 			})
 		}
 	}
@@ -143,9 +146,9 @@ func wantLost(t *testing.T, file string) {
 	}
 }
 
-// wantRexAlone starts the program with a database, and checks that this has only Rex, as animal 1.
-// The next animal must get the id 2.
-func wantRexAlone(t *testing.T, file string) {
+// startAgain starts the program with a database, in which Rex must be the only animal, with the id
+// 1. The next animal must get the id 2.
+func startAgain(t *testing.T, file string) {
 	t.Helper()
 	p := start(t, file, withAPIKey)
 	p.get("/v1/pets").want(t, 200).
@@ -180,6 +183,13 @@ func TestAfterKill(t *testing.T) {
 			execSQL(t, file, "CREATE TABLE t (c); INSERT INTO t VALUES (zeroblob(100000))")
 		}, false},
 
+		{"one looks, and one adds an animal", func(t *testing.T, file string) {
+			look(t, file)
+			execSQL(t, file, "INSERT INTO pets (name, category_id) VALUES ('Tom', 1)")
+			must(t, checkLinks(file))
+			execSQL(t, file, "DELETE FROM pets WHERE id = 2; UPDATE sqlite_sequence SET seq = 1")
+		}, false},
+
 		{"the -wal is deleted", func(t *testing.T, file string) {
 			inFolder(t, file, "rm animals.db-wal")
 		}, true},
@@ -207,7 +217,7 @@ func TestAfterKill(t *testing.T) {
 				wantLost(t, file)
 				inFolder(t, file, putBack)
 			}
-			wantRexAlone(t, file)
+			startAgain(t, file)
 		})
 	}
 }
@@ -226,7 +236,22 @@ func TestLostWALBesideAnotherProgram(t *testing.T) {
 	wantLost(t, file)
 	must(t, other.Close())
 	inFolder(t, file, putBack)
-	wantRexAlone(t, file)
+	startAgain(t, file)
+}
+
+// TestUnreadableLinks empties the database of a program that was killed, and deletes its WAL. The
+// links cannot tell whether animals are lost. A start that went on would delete them.
+func TestUnreadableLinks(t *testing.T) {
+	t.Parallel()
+	file := newFile(t)
+	p := start(t, file, withAPIKey)
+	p.create(rex).wantNew(t, 1)
+	p.kill(t)
+	inFolder(t, file, "rm animals.db-wal; : >animals.db")
+	err := checkLinks(file)
+	if err == nil || !strings.Contains(err.Error(), "looking for lost animals: ") {
+		t.Fatalf("checkLinks = %v, want an error of the search", err)
+	}
 }
 
 // TestMovedFolder moves the folder of a running program, with the links in it, and stops it.
@@ -248,7 +273,7 @@ func TestMovedFolder(t *testing.T) {
 	wantRefusal(t, filepath.Dir(folder), withAPIKey, 1, "unable to open database file (14)",
 		"-addr", "127.0.0.1:0", "-db", file)
 	must(t, os.Rename(folder+".away", folder))
-	wantRexAlone(t, file)
+	startAgain(t, file)
 }
 
 // TestFilesPutBack moves each file of a running service away, and puts it back. Creates must get
@@ -283,7 +308,7 @@ func TestDatabasePutBackFromItsLink(t *testing.T) {
 	inFolder(t, s.file, "rm animals.db; mv .animals.db.links/animals.db .")
 	must(t, s.close())
 	wantOnly(t, filepath.Dir(s.file), "animals.db")
-	wantRexAlone(t, s.file)
+	startAgain(t, s.file)
 }
 
 // TestDeletedSHM deletes the -shm of a running service, and starts another one: it must put the
@@ -293,8 +318,12 @@ func TestDeletedSHM(t *testing.T) {
 	s := newService(t)
 	s.create(rex).wantNew(t, 1)
 	must(t, os.Remove(s.file+"-shm"))
-	openService(t, s.file).create(rex).wantNew(t, 2)
+	other := openService(t, s.file)
+	other.create(rex).wantNew(t, 2)
 	s.create(rex).wantNew(t, 3)
+
+	must(t, other.close()) // s still needs the links
+	wantOnly(t, filepath.Dir(linkOf(s.file)), "animals.db", "animals.db-shm", "animals.db-wal")
 }
 
 // TestMoveDuringACreate moves the database while a create waits for a lock: it must get 503. After
@@ -304,10 +333,12 @@ func TestMoveDuringACreate(t *testing.T) {
 	s := newService(t)
 	s.create(rex).wantNew(t, 1)
 	unlock := lock(t, s.file)
-	s.createSignalling(rex, "", func() {
-		os.Rename(s.file, s.file+".away")
-		unlock()
-	}).wantError(t, 503, "unavailable", unavailable)
+	created := make(chan reply, 1)
+	go func() { created <- s.create(rex) }()
+	s.awaitCreate()
+	must(t, os.Rename(s.file, s.file+".away"))
+	unlock()
+	(<-created).wantError(t, 503, "unavailable", unavailable)
 
 	if err := s.close(); err == nil || !strings.Contains(err.Error(), "all animals are in ") {
 		t.Fatalf("close = %v, want that animals are in the links", err)
@@ -315,25 +346,22 @@ func TestMoveDuringACreate(t *testing.T) {
 	wantPetCount(t, s.file+".away", 1)
 }
 
-// TestListsOfAMovedDatabase sends four lists at once, which sleep_1s() makes slow, so that the
-// service uses four connections. It must have opened them before the database was moved.
+// TestListsOfAMovedDatabase sends four lists, each of which waits in SQLite for the others: so the
+// service needs four connections at a time. It must have opened them before the database was moved.
 func TestListsOfAMovedDatabase(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	s.create(rex).want(t, 201)
-	replaceByView(t, s.file, "pets", "* FROM real WHERE sleep_1s()")
+	replaceByView(t, s.file, "pets", "* FROM real WHERE await_others()")
 	must(t, os.Rename(s.file, s.file+".away"))
 
-	begun := time.Now()
 	var replies [4]reply
+	others.Add(len(replies))
 	var lists sync.WaitGroup
 	for i := range replies {
 		lists.Go(func() { replies[i] = s.get("/v1/pets") })
 	}
 	lists.Wait()
-	if took := time.Since(begun); took >= 4*time.Second {
-		t.Fatalf("the lists took %v: each has waited for the one before", took)
-	}
 	for _, r := range replies {
 		r.want(t, 200).
 			wantBody(t, `[{"id":1,"name":"Rex","categoryId":7,"status":"available"}]`+"\n")
@@ -389,7 +417,7 @@ func TestTruncatedWAL(t *testing.T) {
 }
 
 // TestWithoutLinks opens a database with a name that is too long for a folder of links: the service
-// must warn, and serve.
+// must warn, and serve. A stop must notice that the database was moved.
 func TestWithoutLinks(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), strings.Repeat("x", 250)) // the longest name has 255 bytes
@@ -398,6 +426,11 @@ func TestWithoutLinks(t *testing.T) {
 	s.log.wantText(t, `level=WARN msg="the files of the database have no links"`)
 	s.create(rex).wantNew(t, 2)
 	s.get("/healthz").want(t, 200)
-	must(t, s.close())
-	wantPetCount(t, file, 2)
+
+	moved := filepath.Join(filepath.Dir(file), "moved")
+	must(t, os.Rename(file, moved))
+	if err := s.close(); err == nil || !strings.Contains(err.Error(), "not in its place") {
+		t.Fatalf("close = %v, want that the database is not in its place", err)
+	}
+	wantPetCount(t, moved, 2)
 }

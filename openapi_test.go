@@ -44,6 +44,8 @@ func TestDocument(t *testing.T) {
 		{"the format of after", after.Format, "int64"},
 		{"the statuses of animals", list.parameter("status").Schema.Enum, petStatuses},
 		{"the longest page", page.MaxItems, maxLimit},
+		{"the required members of an error",
+			list.Responses["400"].Content[jsonType].Schema.Required, "[code message status]"},
 
 		{"the statuses of createPet", create.statuses(), "[201 400 401 408 413 415 422 500 503]"},
 		{"the place of the Idempotency-Key", key.In, "header"},
@@ -52,9 +54,12 @@ func TestDocument(t *testing.T) {
 		{"the pattern of an Idempotency-Key", key.Schema.Pattern, "^[!-~]+$"},
 		{"the required members of a new animal", newPet.Required, "[name categoryId]"},
 		{"other members of a new animal", newPet.AdditionalProperties, false},
+		{"the shortest name", newPet.Properties["name"].MinLength, 1},
 		{"the longest name", newPet.Properties["name"].MaxLength, maxName},
 		{"the type of categoryId", newPet.Properties["categoryId"].Type, "integer"},
 		{"the format of categoryId", newPet.Properties["categoryId"].Format, "int64"},
+		{"the least categoryId", newPet.Properties["categoryId"].Minimum, nil},
+		{"the greatest categoryId", newPet.Properties["categoryId"].Maximum, nil},
 		{"the required members of an animal", pet.Required, "[id name categoryId status]"},
 		{"the format of an id", pet.Properties["id"].Format, "int64"},
 
@@ -235,12 +240,14 @@ type content map[string]struct{ Schema schema }
 const jsonType = "application/json"
 
 type schema struct {
-	Type, Format, Pattern                          string
-	Default, Minimum, Maximum, MaxItems, MaxLength any // nil if it is missing
-	Enum, Required                                 []string
-	Items                                          *schema
-	AdditionalProperties                           any
-	Properties                                     map[string]schema
+	Type, Format, Pattern string
+	Enum, Required        []string
+
+	// nil if it is missing
+	Default, Minimum, Maximum, MaxItems, MinLength, MaxLength any
+	Items                                                     *schema
+	AdditionalProperties                                      any
+	Properties                                                map[string]schema
 }
 
 // document returns openapi.json, with each reference replaced by what it refers to.

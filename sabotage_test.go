@@ -3,16 +3,20 @@ package main
 import (
 	"database/sql/driver"
 	"errors"
+	"sync"
 	"testing"
-	"time"
 
 	"modernc.org/sqlite"
 )
 
 // This file has the ways in which tests let SQLite fail.
 
+// others is what await_others() waits for: see registerSQL.
+var others sync.WaitGroup
+
 // registerSQL adds three SQL functions to SQLite: fail(message) returns an error, panic_now()
-// panics, and sleep_1s() sleeps for a second and is true.
+// panics, and await_others() waits until as many calls wait as were added to others. Then it is
+// true.
 func registerSQL() {
 	register := func(name string, args int32, f func(args []driver.Value) error) {
 		sqlite.MustRegisterScalarFunction(name, args,
@@ -22,7 +26,11 @@ func registerSQL() {
 	}
 	register("fail", 1, func(args []driver.Value) error { return errors.New(args[0].(string)) })
 	register("panic_now", 0, func([]driver.Value) error { panic("a mistake") })
-	register("sleep_1s", 0, func([]driver.Value) error { time.Sleep(time.Second); return nil })
+	register("await_others", 0, func([]driver.Value) error {
+		others.Done()
+		others.Wait()
+		return nil
+	})
 }
 
 // replaceByView renames a table to real, and puts a view in its place: SELECT with these columns,

@@ -193,7 +193,9 @@ func (s *service) createSignalling(pet, key string, arrived func()) reply {
 	if key != "" {
 		r.Header.Set("Idempotency-Key", key)
 	}
-	return s.send(r)
+	resp := s.send(r)
+	resp.sent = key + " " + pet
+	return resp
 }
 
 // atEnd is an empty io.Reader, which calls a function when it is read.
@@ -210,16 +212,9 @@ func TestLockedDatabase(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
 	unlock := lock(t, s.file)
-	// create begins to add Rex.
-	create := func(key string) (created chan reply) {
-		arrived := make(chan struct{})
-		created = make(chan reply, 1)
-		go func() { created <- s.createSignalling(rex, key, func() { close(arrived) }) }()
-		<-arrived
-		return created
-	}
-
-	created := create("") // now it waits for the lock, for 2 seconds
+	created := make(chan reply, 1)
+	go func() { created <- s.create(rex) }()
+	s.awaitCreate() // it waits for 2 seconds
 	s.get("/v1/pets/1").want(t, 404)
 	s.get("/v1/pets").want(t, 200).wantBody(t, "[]\n")
 	s.get("/healthz").want(t, 200)
@@ -229,10 +224,19 @@ func TestLockedDatabase(t *testing.T) {
 	(<-created).wantError(t, 503, "unavailable", unavailable).wantHeader(t, "Retry-After", "1")
 	s.log.wantText(t, "level=ERROR", "database is locked")
 
-	created = create("k")
+	go func() { created <- s.create(rex, idempotencyKey("k")) }()
+	s.awaitCreate()
 	unlock()
 	(<-created).wantNew(t, 1)
 	wantPetCount(t, s.file, 1)
+}
+
+// awaitCreate waits until a create uses the connection that stores animals. If the database is
+// locked, the create then waits for the lock.
+func (s *service) awaitCreate() {
+	for s.writer.Stats().InUse == 0 {
+		time.Sleep(time.Millisecond)
+	}
 }
 
 // TestFullDatabase adds animals until the database is full: the next one gets 503, and lists go on.
