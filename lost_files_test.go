@@ -223,7 +223,7 @@ func TestAfterKill(t *testing.T) {
 }
 
 // TestLostWALBesideAnotherProgram deletes the WAL of a program that was killed. Then another
-// program opens the database, and uses the -shm for a new, empty WAL.
+// program opens the database, and uses the -shm with a new, empty WAL.
 func TestLostWALBesideAnotherProgram(t *testing.T) {
 	t.Parallel()
 	file := newFile(t)
@@ -239,6 +239,27 @@ func TestLostWALBesideAnotherProgram(t *testing.T) {
 	startAgain(t, file)
 }
 
+// TestCopiedWALBesideAnotherProgram stops the program beside another one, which copies the WAL to
+// the database, and whose WAL is then deleted. No animal is lost, but a start would make a new WAL.
+// The other program must not use the -shm for both.
+func TestCopiedWALBesideAnotherProgram(t *testing.T) {
+	t.Parallel()
+	file := newFile(t)
+	p := start(t, file, withAPIKey)
+	p.create(rex).wantNew(t, 1)
+	other := keepOpen(t, file)
+	must(t, p.cmd.Process.Signal(syscall.SIGTERM))
+	p.wait(t)
+	_, err := other.Exec("PRAGMA wal_checkpoint")
+	must(t, err)
+	inFolder(t, file, "rm animals.db-wal")
+
+	wantLost(t, file)
+	must(t, other.Close())
+	inFolder(t, file, putBack)
+	startAgain(t, file)
+}
+
 // TestUnreadableLinks empties the database of a program that was killed, and deletes its WAL. The
 // links cannot tell whether animals are lost. A start that went on would delete them.
 func TestUnreadableLinks(t *testing.T) {
@@ -247,7 +268,7 @@ func TestUnreadableLinks(t *testing.T) {
 	p := start(t, file, withAPIKey)
 	p.create(rex).wantNew(t, 1)
 	p.kill(t)
-	inFolder(t, file, "rm animals.db-wal; : >animals.db")
+	inFolder(t, file, "rm animals.db-wal animals.db-shm; : >animals.db")
 	err := checkLinks(file)
 	if err == nil || !strings.Contains(err.Error(), "looking for lost animals: ") {
 		t.Fatalf("checkLinks = %v, want an error of the search", err)

@@ -319,9 +319,12 @@ func (s *store) open() error {
 		return err
 	}
 
-	// The -shm may have been deleted, while another program has it open. All programs must use the
-	// same one, because it has their locks, so put it back. (If it is there, Link changes nothing.)
-	os.Link(linkOf(s.path)+"-shm", s.path+"-shm")
+	// The -shm may have been deleted, while another program has it open with this WAL. All programs
+	// must use the same one, because it has their locks. So put it back. (If it is there, Link
+	// changes nothing.)
+	if link := linkOf(s.path); !differs(s.path+"-wal", link+"-wal") {
+		os.Link(link+"-shm", s.path+"-shm")
+	}
 
 	// migrate refuses a foreign database. It comes before journal_mode, which would change the
 	// file.
@@ -752,23 +755,16 @@ func linksHaveMore(path string) (bool, error) {
 	if !differs(path+"-wal", link+"-wal") {
 		return false, nil
 	}
+	// The -shm belongs to this WAL. If it is still in its place, another program may have both open.
+	// So there must be no other WAL beside it.
+	if !differs(path+"-shm", link+"-shm") {
+		return true, nil
+	}
 
-	// Open the database in a new folder, with this WAL. Beside path, there may be the -shm of
-	// another WAL. And if somebody is just putting the WAL back there, SQLite would copy and delete
-	// it when this connection closes.
-	folder, err := os.MkdirTemp(filepath.Dir(link), "")
-	if err != nil {
-		return false, err
-	}
-	defer os.RemoveAll(folder)
-	database := filepath.Join(folder, "db")
-	err = errors.Join(os.Link(path, database), os.Link(link+"-wal", database+"-wal"))
-	if err != nil {
-		return false, err
-	}
+	os.Link(path, link) // in case that link was moved back, without those of the other files
 	// If the WAL is old, the database may have grown since. SQLite takes that for damage, but not
 	// with writable_schema.
-	withWAL, err := lastID(database, "mode=ro&_pragma=busy_timeout(2000)&_pragma=writable_schema(ON)")
+	withWAL, err := lastID(link, "mode=ro&_pragma=busy_timeout(2000)&_pragma=writable_schema(ON)")
 	if err != nil {
 		return false, err
 	}
