@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"io"
 	"os"
 	"path/filepath"
 	"testing"
@@ -16,20 +15,21 @@ func TestBackup(t *testing.T) {
 	list := s.get("/v1/pets").want(t, 200)
 	dir := t.TempDir()
 	args := []string{"-db", s.file, "-backup", filepath.Join(dir, "copy.db")}
+	stderr := &logBuffer{}
 
 	t.Run("one that is interrupted leaves nothing", func(t *testing.T) {
 		interrupted, cancel := context.WithCancel(t.Context())
 		cancel()
-		if status := run(interrupted, args, os.LookupEnv, io.Discard); status != 1 {
-			t.Fatalf("-backup = %d, want 1", status)
+		if status := run(interrupted, args, os.LookupEnv, stderr); status != 1 {
+			t.Fatalf("-backup = %d, want 1: %s", status, stderr)
 		}
 		wantOnly(t, dir)
 	})
 
 	t.Run("a service can run on the copy", func(t *testing.T) {
 		lock(t, s.file) // a backup needs no write lock
-		if status := run(t.Context(), args, os.LookupEnv, io.Discard); status != 0 {
-			t.Fatalf("-backup = %d, want 0", status)
+		if status := run(t.Context(), args, os.LookupEnv, stderr); status != 0 {
+			t.Fatalf("-backup = %d, want 0: %s", status, stderr)
 		}
 		wantOnly(t, dir, "copy.db")
 		copied := openService(t, filepath.Join(dir, "copy.db"))

@@ -197,6 +197,12 @@ func TestAfterKill(t *testing.T) {
 			inFolder(t, file, "rm animals.db-wal")
 			wantPetCount(t, file, 0)
 		}, true},
+		{"the -wal and the -shm are deleted, and the database was half copied",
+			func(t *testing.T, file string) {
+				// Page 3, of sqlite_sequence, is in the WAL, too.
+				inFolder(t, file, "rm animals.db-wal animals.db-shm; "+
+					"dd if=/dev/zero of=animals.db bs=4096 seek=2 count=1 conv=notrunc")
+			}, true},
 		{"all is deleted, and only the database is put back", func(t *testing.T, file string) {
 			inFolder(t, file, "rm animals.db*; mv .animals.db.links/animals.db .")
 		}, true},

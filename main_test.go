@@ -71,11 +71,12 @@ func wantRefusedSettings(
 	return stderr
 }
 
-// TestSettings starts the program on all addresses, with two keys.
+// TestSettings starts the program on all addresses, with two keys, and with a database in its
+// working directory, as it is by default.
 func TestSettings(t *testing.T) {
 	t.Parallel()
-	file := newFile(t)
-	p := start(t, file, env{"API_KEYS": "one,\n" + testKey + "\n"}, "-addr", "0.0.0.0:0")
+	p := start(t, "animals.db", env{"API_KEYS": "one,\n" + testKey + "\n"}, "-addr", "0.0.0.0:0")
+	wantOnly(t, p.cmd.Dir, ".animals.db.links", "animals.db", "animals.db-shm", "animals.db-wal")
 	p.log.wantText(t, "animals.db", " keys=2 version=")
 	p.log.wantNoText(t, testKey, "api_key")
 	p.get("/v1/pets").want(t, 200)

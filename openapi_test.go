@@ -63,6 +63,8 @@ func TestDocument(t *testing.T) {
 		{"the required members of an animal", pet.Required, "[id name categoryId status]"},
 		{"the format of an id", pet.Properties["id"].Format, "int64"},
 
+		{"the headers of a 503 of getPet", slices.Sorted(maps.Keys(getPet.Responses["503"].Headers)),
+			"[Link Retry-After Sunset X-Request-Id]"},
 		{"the statuses of getPet", getPet.statuses(), "[200 401 404 500 503]"},
 		{"a deprecated getPet", getPet.Deprecated, true},
 		{"the format of petId", getPet.parameter("petId").Schema.Format, "int64"},

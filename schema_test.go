@@ -1,6 +1,7 @@
 package main
 
 import (
+	"crypto/sha256"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -177,6 +178,13 @@ func TestMigration(t *testing.T) {
 	good := append(slices.Clone(migrations), "UPDATE pets SET category_id = category_id + 1")
 	bad := append(slices.Clone(good), "DROP TABLE dogs") // the last step fails
 
+	t.Run("no released step was edited", func(t *testing.T) {
+		const want = "96974f7c6329e14aa77da57bf57af2f9a1c916f41bc7188acb0248f1733eb9d4"
+		released := strings.Join(migrations[:2], "\n")
+		if got := fmt.Sprintf("%x", sha256.Sum256([]byte(released))); got != want {
+			t.Fatalf("the SHA-256 sum of the released steps is %s, want %s", got, want)
+		}
+	})
 	t.Run("a step that fails undoes those before it", func(t *testing.T) {
 		_, err := migrate(db, bad)
 		if err == nil || !strings.Contains(err.Error(), "no such table: dogs") {
