@@ -232,8 +232,8 @@ func parseIdempotencyKey(values []string) (string, error) {
 // readBody returns the body of the request, or an apiError: 413, 408 or 400.
 func readBody(r *request) ([]byte, error) {
 	tooLarge := newError("body_too_large", "the request body is larger than %d bytes", maxBody)
-	// Do not read a body that is declared to be too large: the first read would send 100 Continue to
-	// a client that waits for that, and then wait for the body.
+	// Refuse a body by its declared size, before it is read. If that is more than maxDiscard, nothing
+	// of it is read, and a client that waits for 100 Continue does not send it.
 	if r.ContentLength > maxBody {
 		return nil, tooLarge
 	}

@@ -23,10 +23,14 @@ import (
 	"time"
 )
 
-// This file has the fixtures and helpers of most tests. handlers_test.go also tests auth.go, and
-// main_test.go also tests stops and kills of the program. The tests of store.go are in
-// store_test.go (creates and reads), schema_test.go, backup_test.go and lost_files_test.go.
-// sabotage_test.go has the ways in which they let SQLite fail.
+// This file has the fixtures and helpers that most tests need. reply_test.go has the checks of
+// responses, and sabotage_test.go the ways in which tests let SQLite fail. The other files have the
+// tests, and what only they need:
+//   - handlers_test.go: of handlers.go and auth.go.
+//   - server_test.go: of server.go. openapi_test.go: of openapi.json.
+//   - store_test.go (creates and reads), schema_test.go, backup_test.go and lost_files_test.go: of
+//     store.go.
+//   - main_test.go: of main.go, and of stops and kills of the program.
 //
 // There are three fixtures:
 //   - A service runs in the process of the test, on a database file of its own. SQL that a test
@@ -146,90 +150,6 @@ func (s *service) send(r *http.Request) reply {
 	}
 	resp, err := s.roundTrip(r)
 	return newReply(r.Method, r.URL.RequestURI(), resp, err)
-}
-
-// reply is a response that was read to its end, or the error that came instead.
-type reply struct {
-	method, target string // of the request
-	sent           string // its headers and its body, as the test gave them
-	status         int
-	header         http.Header
-	body           string
-	err            error
-}
-
-// newReply reads the response to a request, unless there was an error.
-func newReply(method, target string, resp *http.Response, err error) reply {
-	r := reply{method: method, target: target, err: err}
-	if err == nil {
-		defer resp.Body.Close()
-		body, readErr := io.ReadAll(resp.Body)
-		r.status, r.header, r.body, r.err = resp.StatusCode, resp.Header, string(body), readErr
-	}
-	return r
-}
-
-// request describes the request, for messages.
-func (r reply) request() string {
-	return strings.TrimSpace(fmt.Sprintf("%.20s %.500s %.300s", r.method, r.target, r.sent))
-}
-
-// want checks the status of a response, and what holds for all responses: their headers, and the
-// form of their body (wantRules in server_test.go). If an operation has sent it, openapi.json must
-// describe it (wantDocumented in openapi_test.go).
-func (r reply) want(t testing.TB, status int) reply {
-	t.Helper()
-	if r.err != nil {
-		t.Fatalf("%s: %v, want %d", r.request(), r.err, status)
-	}
-	if r.status != status {
-		t.Fatalf("%s = %d, want %d: %.2000s", r.request(), r.status, status, r.body)
-	}
-	r.wantRules(t)
-	return r
-}
-
-// wantError checks that a response is an Error with this status, code and message.
-func (r reply) wantError(t testing.TB, status int, code, message string) reply {
-	t.Helper()
-	want := fmt.Sprintf(`{"code":%q,"message":%q,"status":%d}`+"\n", code, message, status)
-	return r.want(t, status).wantBody(t, want)
-}
-
-// wantNew checks that a create got 201 and a new animal, with this id.
-func (r reply) wantNew(t testing.TB, id int) reply {
-	t.Helper()
-	r.want(t, 201).wantHeader(t, "Idempotency-Replayed", "").
-		wantHeader(t, "Location", fmt.Sprint("pets/", id))
-	if !strings.HasPrefix(r.body, fmt.Sprintf(`{"id":%d,`, id)) {
-		t.Fatalf("%s = %s, want the id %d", r.request(), r.body, id)
-	}
-	return r
-}
-
-// wantRepeat checks that a create got 201, the first response, and the header that says so.
-func (r reply) wantRepeat(t testing.TB, first reply) reply {
-	t.Helper()
-	return r.want(t, 201).wantHeader(t, "Idempotency-Replayed", "true").
-		wantHeader(t, "Location", first.header.Get("Location")).wantBody(t, first.body)
-}
-
-// wantBody checks the whole body of a response.
-func (r reply) wantBody(t testing.TB, want string) reply {
-	t.Helper()
-	if r.body != want {
-		t.Fatalf("%s = %s, want %s", r.request(), r.body, want)
-	}
-	return r
-}
-
-// wantHeader checks the only value of a header or, if want is "", that the header is not there.
-func (r reply) wantHeader(t testing.TB, name, want string) reply {
-	t.Helper()
-	if got := strings.Join(r.header.Values(name), "; "); got != want {
-		t.Fatalf("%s has %s: %q, want %q", r.request(), name, got, want)
-	}
-	return r
 }
 
 // logBuffer is an io.Writer that keeps what is written. Several goroutines can use it.
@@ -408,6 +328,15 @@ func connect(t testing.TB, file string) *sql.DB {
 	db.SetMaxOpenConns(1)
 	t.Cleanup(func() { db.Close() })
 	return db
+}
+
+// lock takes the write lock of a database, until unlock is called.
+func lock(t testing.TB, file string) (unlock func()) {
+	t.Helper()
+	db := connect(t, file)
+	_, err := db.Exec("BEGIN IMMEDIATE")
+	must(t, err)
+	return func() { db.Close() } // ends the transaction
 }
 
 // execSQL runs SQL statements.

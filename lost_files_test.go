@@ -18,16 +18,16 @@ import (
 // These tests let the service lose files of its database: while it runs, or after a kill. See store
 // in store.go for what these files are, and its end for the links to them.
 
-// ending is what comes of lost files at the end of the program.
+// ending is what comes of lost files when the program has ended.
 type ending struct {
-	stopStatus  int  // of the program, if it is stopped
-	mustPutBack bool // a start and a backup are refused until the files are put back
+	stopStatus int  // of the program, if it was stopped
+	refused    bool // a start and a backup are refused, until the files are put back
 }
 
 var (
-	starts           = ending{stopStatus: 0}
-	startsAfterError = ending{stopStatus: 1}
-	mustPutBack      = ending{stopStatus: 1, mustPutBack: true}
+	serves            = ending{stopStatus: 0}
+	servesAfterError  = ending{stopStatus: 1}
+	refusedUntilThere = ending{stopStatus: 1, refused: true}
 )
 
 // TestLostFiles lets the program lose its files by a command of an operator, and then stops or
@@ -35,61 +35,89 @@ var (
 func TestLostFiles(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
-		command         string // runs in the folder of animals.db
+		why             string
+		commands        []string // one of them runs in the folder of animals.db
 		afterStop       ending
 		afterSharedStop ending // another program keeps the database open
 		afterKill       ending // alone, or beside another program
 	}{
-		{"rm animals.db", mustPutBack, mustPutBack, mustPutBack},
-		{"mv animals.db moved", mustPutBack, mustPutBack, mustPutBack},
-		{"cp animals.db new; mv new animals.db", mustPutBack, mustPutBack, mustPutBack},
-		{"rm animals.db animals.db-wal", mustPutBack, mustPutBack, mustPutBack},
-		{"rm animals.db*", mustPutBack, mustPutBack, mustPutBack},
-		{"mkdir new; cp animals.db* new; mv new/* .", mustPutBack, mustPutBack, mustPutBack},
-
-		// When the last connection of all programs closes, SQLite copies the WAL to the database.
-		{"rm animals.db-wal", starts, mustPutBack, mustPutBack},
-		{"mv animals.db-wal moved", starts, mustPutBack, mustPutBack},
-		{": >new; mv new animals.db-wal", starts, mustPutBack, mustPutBack},
-		{"rm animals.db-wal animals.db-shm", mustPutBack, mustPutBack, mustPutBack},
-
-		// The WAL is in its place, so the next start does without the -shm.
-		{"rm animals.db-shm", startsAfterError, startsAfterError, starts},
-		{"cp animals.db-shm new; mv new animals.db-shm", startsAfterError, startsAfterError, starts},
+		{
+			why: "only the links have the database",
+			commands: []string{
+				"rm animals.db", "mv animals.db moved", "cp animals.db new; mv new animals.db",
+				"rm animals.db animals.db-wal", "rm animals.db*",
+				"mkdir new; cp animals.db* new; mv new/* .",
+			},
+			afterStop:       refusedUntilThere,
+			afterSharedStop: refusedUntilThere,
+			afterKill:       refusedUntilThere,
+		},
+		{
+			why: "the last close of all programs copies the WAL to the database",
+			commands: []string{
+				"rm animals.db-wal", "mv animals.db-wal moved", ": >new; mv new animals.db-wal",
+			},
+			afterStop:       serves,
+			afterSharedStop: refusedUntilThere,
+			afterKill:       refusedUntilThere,
+		},
+		{
+			why:             "a stop does not close the database without the -shm",
+			commands:        []string{"rm animals.db-wal animals.db-shm"},
+			afterStop:       refusedUntilThere,
+			afterSharedStop: refusedUntilThere,
+			afterKill:       refusedUntilThere,
+		},
+		{
+			why:             "beside the WAL, a start puts the -shm back",
+			commands:        []string{"rm animals.db-shm"},
+			afterStop:       servesAfterError,
+			afterSharedStop: servesAfterError,
+			afterKill:       serves,
+		},
+		{
+			why:             "beside the WAL, another -shm is refused",
+			commands:        []string{"cp animals.db-shm new; mv new animals.db-shm"},
+			afterStop:       refusedUntilThere,
+			afterSharedStop: refusedUntilThere,
+			afterKill:       refusedUntilThere,
+		},
 	} {
-		for _, end := range []struct {
-			name   string
-			signal os.Signal
-			shared bool // another program keeps the database open
-			want   ending
-		}{
-			{"stop", syscall.SIGTERM, false, c.afterStop},
-			{"stop beside another program", syscall.SIGTERM, true, c.afterSharedStop},
-			{"kill", syscall.SIGKILL, false, c.afterKill},
-			{"kill beside another program", syscall.SIGKILL, true, c.afterKill},
-		} {
-			t.Run(c.command+", "+end.name, func(t *testing.T) {
-				t.Parallel()
-				file := newFile(t)
-				p := start(t, file, withAPIKey)
-				p.create(rex).wantNew(t, 1)
-				if end.shared {
-					keepOpen(t, file)
-				}
+		for _, command := range c.commands {
+			for _, end := range []struct {
+				name   string
+				signal os.Signal
+				shared bool // another program keeps the database open
+				want   ending
+			}{
+				{"stop", syscall.SIGTERM, false, c.afterStop},
+				{"stop beside another program", syscall.SIGTERM, true, c.afterSharedStop},
+				{"kill", syscall.SIGKILL, false, c.afterKill},
+				{"kill beside another program", syscall.SIGKILL, true, c.afterKill},
+			} {
+				t.Run(c.why+": "+command+", "+end.name, func(t *testing.T) {
+					t.Parallel()
+					file := newFile(t)
+					p := start(t, file, withAPIKey)
+					p.create(rex).wantNew(t, 1)
+					if end.shared {
+						keepOpen(t, file)
+					}
 
-				inFolder(t, file, c.command)
-				wantNotInItsPlace(t, p.service)
-				must(t, p.cmd.Process.Signal(end.signal))
-				status := p.wait(t)
-				if end.signal == syscall.SIGTERM && status != end.want.stopStatus {
-					t.Errorf("the status of the stop is %d, want %d", status, end.want.stopStatus)
-				}
-				if end.want.mustPutBack {
-					wantLost(t, file)
-					inFolder(t, file, putBack)
-				}
-				startAgain(t, file)
-			})
+					inFolder(t, file, command)
+					wantNotInItsPlace(t, p.service)
+					must(t, p.cmd.Process.Signal(end.signal))
+					status := p.wait(t)
+					if end.signal == syscall.SIGTERM && status != end.want.stopStatus {
+						t.Errorf("the status of the stop is %d, want %d", status, end.want.stopStatus)
+					}
+					if end.want.refused {
+						wantLost(t, file)
+						inFolder(t, file, putBack)
+					}
+					startAgain(t, file)
+				})
+			}
 		}
 	}
 }
@@ -167,7 +195,7 @@ func TestAfterKill(t *testing.T) {
 		name string
 		do   func(t *testing.T, file string)
 
-		mustPutBack bool // a start and a backup are refused until the files are put back
+		refused bool // a start and a backup are refused, until the files are put back
 	}{
 		{"nothing", func(*testing.T, string) {}, false},
 		{"the -shm is deleted", func(t *testing.T, file string) {
@@ -187,6 +215,7 @@ func TestAfterKill(t *testing.T) {
 			look(t, file)
 			execSQL(t, file, "INSERT INTO pets (name, category_id) VALUES ('Tom', 1)")
 			must(t, checkLinks(file))
+			// startAgain wants only Rex, and the id 2 for the next animal.
 			execSQL(t, file, "DELETE FROM pets WHERE id = 2; UPDATE sqlite_sequence SET seq = 1")
 		}, false},
 
@@ -219,7 +248,7 @@ func TestAfterKill(t *testing.T) {
 			p.kill(t)
 
 			c.do(t, file)
-			if c.mustPutBack {
+			if c.refused {
 				wantLost(t, file)
 				inFolder(t, file, putBack)
 			}
@@ -266,8 +295,9 @@ func TestCopiedWALBesideAnotherProgram(t *testing.T) {
 	startAgain(t, file)
 }
 
-// TestUnreadableLinks empties the database of a program that was killed, and deletes its WAL. The
-// links cannot tell whether animals are lost. A start that went on would delete them.
+// TestUnreadableLinks empties the database of a program that was killed, which is the same file as
+// its link, and deletes its WAL. Nobody can tell whether animals are lost. A start that went on
+// would delete the link to the WAL.
 func TestUnreadableLinks(t *testing.T) {
 	t.Parallel()
 	file := newFile(t)

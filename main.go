@@ -6,12 +6,13 @@
 // auth.go checks API keys, store.go keeps the pets in SQLite, and errors.go has the type of the
 // errors that clients see, and their codes.
 //
-// Three promises shape the code:
+// Four promises shape the code:
 //   - A 201 means that the pet was stored on disk. A transaction waits for the disk, so creates
 //     that arrive meanwhile share the next one (batch in store.go).
 //   - A client can repeat a create safely, with an Idempotency-Key (insert in store.go).
 //   - The members of a pet are stored exactly as they were sent, or the pet is refused (parseNewPet
 //     in handlers.go).
+//   - If files of the database are deleted or moved, no pet is lost (linkFiles in store.go).
 package main
 
 import (

@@ -5,10 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"net/http"
-	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -103,91 +100,6 @@ func TestDescriptions(t *testing.T) {
 			t.Errorf("openapi.json has no %q", sentence)
 		}
 	}
-}
-
-// wantDocumented checks that openapi.json describes a response, if an operation has sent it: its
-// status, its headers, and the members of its body, or of the items of a list.
-func (r reply) wantDocumented(t testing.TB) {
-	t.Helper()
-	path, _, _ := strings.Cut(r.target, "?")
-	path, inAPI := strings.CutPrefix(path, "/v1") // the URL of the server
-	path = regexp.MustCompile(`^/pets/[^/]+$`).ReplaceAllString(path, "/pets/{petId}")
-	method := strings.ToLower(r.method)
-	if method == "head" {
-		method = "get" // a response to HEAD is that to GET, without the body
-	}
-	operation := document().Paths[path][method]
-	if operation == nil || !inAPI {
-		return
-	}
-
-	response, found := operation.Responses[strconv.Itoa(r.status)]
-	if !found {
-		t.Fatalf("%s = %d, which openapi.json does not describe", r.request(), r.status)
-	}
-	r.wantDocumentedHeaders(t, response.Headers)
-	if r.method == "HEAD" {
-		return
-	}
-
-	described := response.Content[jsonType].Schema
-	var objects []map[string]any
-	if described.Items == nil {
-		objects = append(objects, decode[map[string]any](t, r.body))
-	} else { // a list
-		objects, described = decode[[]map[string]any](t, r.body), *described.Items
-	}
-	for _, object := range objects {
-		for name, value := range object {
-			property, found := described.Properties[name]
-			if got := fmt.Sprintf("%T", value); !found || goTypes[property.Type] != got {
-				t.Fatalf("%s has the member %s, a %s, unlike openapi.json: %s",
-					r.request(), name, got, r.body)
-			}
-		}
-	}
-}
-
-// goTypes has the types of OpenAPI, and those that decode makes of them.
-var goTypes = map[string]string{"string": "string", "integer": "json.Number", "boolean": "bool"}
-
-// wantDocumentedHeaders checks that a response has the headers that are described, and no others
-// but those of all HTTP responses.
-func (r reply) wantDocumentedHeaders(t testing.TB, described map[string]header) {
-	t.Helper()
-	names := []string{"Cache-Control", "Connection", "Content-Length", "Content-Type", "Date",
-		"X-Content-Type-Options"}
-	for name, header := range described {
-		names = append(names, http.CanonicalHeaderKey(name))
-		value := r.header.Get(name)
-		if value == "" && !header.Required {
-			continue
-		}
-		matches := regexp.MustCompile(header.Schema.Pattern).MatchString(value)
-		listed := header.Schema.Enum == nil || slices.Contains(header.Schema.Enum, value)
-		if value == "" || !matches || !listed {
-			t.Fatalf("%s = %d has %s: %q, unlike openapi.json", r.request(), r.status, name, value)
-		}
-	}
-
-	for name := range r.header {
-		if !slices.Contains(names, name) {
-			t.Fatalf("%s = %d has %s, which openapi.json does not describe",
-				r.request(), r.status, name)
-		}
-	}
-}
-
-// decode decodes a body. It fails the test if the body has a member that v has not.
-func decode[T any](t testing.TB, body string) (v T) {
-	t.Helper()
-	d := json.NewDecoder(strings.NewReader(body))
-	d.UseNumber()
-	d.DisallowUnknownFields()
-	if err := d.Decode(&v); err != nil {
-		t.Fatalf("%.2000s: %v", body, err)
-	}
-	return v
 }
 
 // openAPIDocument is what the tests read of an OpenAPI document.

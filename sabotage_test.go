@@ -35,6 +35,7 @@ func registerSQL() {
 
 // replaceByView renames a table to real, and puts a view in its place: SELECT with these columns,
 // FROM and WHERE. A SELECT from the table then calls the functions in the view, once for each row.
+// (SQLite notices that the schema has changed, and prepares the statements of the service again.)
 func replaceByView(t *testing.T, file, table, view string) {
 	t.Helper()
 	execSQL(t, file, "ALTER TABLE "+table+" RENAME TO real; CREATE VIEW "+table+" AS SELECT "+view)
@@ -72,13 +73,4 @@ func (s *service) pragma(t testing.TB, pragma string) {
 	t.Helper()
 	_, err := s.writer.Exec("PRAGMA " + pragma)
 	must(t, err)
-}
-
-// lock takes the write lock of a database, until unlock is called.
-func lock(t testing.TB, file string) (unlock func()) {
-	t.Helper()
-	db := connect(t, file)
-	_, err := db.Exec("BEGIN IMMEDIATE")
-	must(t, err)
-	return func() { db.Close() } // ends the transaction
 }

@@ -323,7 +323,7 @@ func (s *store) open() error {
 	// must use the same one, because it has their locks. So put it back. (If it is there, Link
 	// changes nothing.)
 	if link := linkOf(s.path); !differs(s.path+"-wal", link+"-wal") {
-		os.Link(link+"-shm", s.path+"-shm")
+		os.Link(link+"-shm", s.path+"-shm") // fails if there are no links
 	}
 
 	// migrate refuses a foreign database. It comes before journal_mode, which would change the
@@ -368,8 +368,8 @@ func (s *store) open() error {
 // have written pets to it that it could not sync. SQLite reads them from the cache of the system,
 // so a repeat of their creates would get a 201, although a loss of power could still lose them.
 //
-// A commit syncs the WAL, even this one: it writes the schema version once more. In a new database,
-// it also creates the WAL and the -shm.
+// Each commit syncs the WAL, also that of a transaction that changes nothing: syncWAL writes the
+// schema version again. In a new database, this also creates the WAL and the -shm.
 func (s *store) syncWAL() error {
 	_, err := s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
 	return err
@@ -424,8 +424,8 @@ func (s *store) checkHealth() error {
 // To change the schema, append to this list. Never edit a string that was released: a database that
 // already has its version would not get the edit.
 var migrations = []string{
-	// Version 1 was never released. It had other tables, and is not one of ours: see
-	// readSchemaVersion.
+	// Before the first release, version 1 had other tables. readSchemaVersion refuses such a
+	// database.
 	`PRAGMA application_id = 0x50657473;`,
 
 	// The CHECKs are for edits by other programs, and are not all rules of the API. With
@@ -641,8 +641,8 @@ func sqliteCode(err error) int {
 //   - While a file is not in its place, creates and checkHealth fail: see checkFiles.
 //   - While the service runs, and after a kill, each file has a second name: a hard link in a
 //     hidden folder. See linkFiles.
-//   - While the links have animals that the database lacks, a start, a backup and a stop fail.
-//     Their error says where the links are. See linksHaveMore.
+//   - While files must be put back from the links, a start, a backup and a stop fail. Their error
+//     says where the links are. See mustPutBack.
 
 // fileSuffixes has the suffixes of the files of an open database: see store.
 var fileSuffixes = []string{"", "-wal", "-shm"}
@@ -684,20 +684,22 @@ func (s *store) linkFiles() {
 }
 
 // close waits until the batch in progress is stored, and closes the store. It returns an error if
-// the database is not in its place, or lacks animals. Otherwise, it deletes the links.
+// the database or its -shm is not in its place, or files must be put back from the links.
+// Otherwise, it deletes the links.
 func (s *store) close() error {
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()
 
 	if err := s.checkFiles("-shm"); err != nil {
-		// Other programs may have changed the WAL, and this -shm does not tell. So leave the
-		// connections open, as a kill does: when they close, SQLite may copy the WAL by this -shm.
+		// Other programs may have changed the WAL since, and this -shm, the index of the WAL, does
+		// not know. To close a connection, SQLite would copy the WAL by this index, and damage the
+		// database. So leave the connections open, as a kill does.
 		return err
 	}
-	moved := s.checkFiles("")
+	moved := s.checkFiles("") // the error if the database was moved
 	if moved != nil {
-		// SQLite does not copy the WAL to a database that was moved. Do it here, so that the file
-		// that was moved has all animals. (After an error, they are still in the WAL.)
+		// To close a connection, SQLite does not copy the WAL to a database that was moved. A
+		// checkpoint does, so that this file has all animals. (If it fails, the WAL has them.)
 		s.writer.Exec("PRAGMA wal_checkpoint(FULL)")
 	}
 	// The writer closes last, because a read-only connection cannot delete the WAL.
@@ -718,18 +720,18 @@ func (s *store) close() error {
 	return nil
 }
 
-// checkLinks returns an error if the links of the database at path have animals that it lacks. It
-// refuses a symbolic link, too: SQLite keeps the WAL beside the file that this leads to, and the
+// checkLinks returns an error if files of the database at path must be put back from their links.
+// It refuses a symbolic link, too: SQLite keeps the WAL beside the file that this leads to, and the
 // functions here look beside path.
 func checkLinks(path string) error {
 	if file, err := os.Lstat(path); err == nil && file.Mode().Type() == os.ModeSymlink {
 		return errors.New("it is a symbolic link: name the file that it leads to")
 	}
-	more, err := linksHaveMore(path)
+	must, err := mustPutBack(path)
 	if err != nil {
 		return fmt.Errorf("looking for lost animals: %w", err)
 	}
-	if more {
+	if must {
 		return fmt.Errorf("a file of the database was moved, deleted or replaced; all animals are "+
 			"in %q: end all programs that use the database, and move all files of this folder back",
 			filepath.Dir(linkOf(path)))
@@ -737,13 +739,17 @@ func checkLinks(path string) error {
 	return nil
 }
 
-// linksHaveMore reports whether the links of the database at path have animals that it lacks. That
-// is so if
-//   - the database is another file than its link, or
-//   - the WAL is another file than its link, and with that link, the database has a greater id than
-//     without a WAL. (When the last connection of all programs closes, SQLite copies the WAL to the
-//     database, and deletes it. Then only a commit that a kill has interrupted has a greater id.)
-func linksHaveMore(path string) (bool, error) {
+// mustPutBack reports whether files of the database at path must be put back from their links. It
+// looks at them in this order:
+//   - The database: yes, if it is another file than its link.
+//   - The -shm, if there is one: yes, if it is in its place and the WAL is not, or the other way
+//     round. They belong together. Another program may have the lost one open, and SQLite would
+//     damage the database.
+//   - The WAL: no, if it is in its place.
+//   - Both are gone. When the last connection of all programs closes, SQLite copies the WAL to the
+//     database, and deletes both. So yes, if the lost WAL has a greater id than the database. (It
+//     also has one after a kill in the middle of a commit, if another program closed last.)
+func mustPutBack(path string) (bool, error) {
 	link := linkOf(path)
 	_, err := os.ReadDir(filepath.Dir(link))
 	if errors.Is(err, os.ErrPermission) {
@@ -752,25 +758,28 @@ func linksHaveMore(path string) (bool, error) {
 	if differs(path, link) {
 		return true, nil
 	}
-	if !differs(path+"-wal", link+"-wal") {
-		return false, nil
-	}
-	// The -shm belongs to this WAL. If it is still in its place, another program may have both open.
-	// So there must be no other WAL beside it.
-	if !differs(path+"-shm", link+"-shm") {
+	walDiffers := differs(path+"-wal", link+"-wal")
+	_, err = os.Stat(path + "-shm")
+	if err == nil && walDiffers != differs(path+"-shm", link+"-shm") {
 		return true, nil
 	}
+	if !walDiffers {
+		return false, nil
+	}
 
-	os.Link(path, link) // in case that link was moved back, without those of the other files
-	// If the WAL is old, the database may have grown since. SQLite takes that for damage, but not
-	// with writable_schema.
+	// SQLite finds the lost WAL by the name of the link to the database. If that was moved back
+	// alone, make it again.
+	os.Link(path, link)
+	// SQLite takes it for damage if an old WAL tells of fewer pages than the database has by now, but
+	// not with writable_schema.
 	withWAL, err := lastID(link, "mode=ro&_pragma=busy_timeout(2000)&_pragma=writable_schema(ON)")
 	if err != nil {
 		return false, err
 	}
-	// Open the database alone. If that fails, SQLite was interrupted when it copied the WAL, and the
-	// database needs it: 0 is less than any id.
-	alone, _ := lastID(path, "immutable=1")
+	alone, err := lastID(path, "immutable=1") // reads the database without any WAL
+	if err != nil {
+		return true, nil // SQLite has copied only a part of the WAL, and needs it
+	}
 	return withWAL > alone, nil
 }
 

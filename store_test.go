@@ -260,8 +260,8 @@ func TestFullDatabase(t *testing.T) {
 	s.create(rex).want(t, 201)
 }
 
-// TestFailedTransactions lets each statement of a transaction fail, which the cause in the log
-// tells. The animal must get 500, and not be stored. The next one must be.
+// TestFailedTransactions lets transactions fail, each in another statement, which the cause in the
+// log tells. The animal must get 500, and not be stored. The next one must be.
 func TestFailedTransactions(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
