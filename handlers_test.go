@@ -96,7 +96,8 @@ func TestLargestPage(t *testing.T) {
 		wantHeader(t, "Link", `<pets?after=100&limit=100>; rel="next"`)
 }
 
-// TestBodyOfListPets checks whole bodies: of a page with animals, of an empty page, and of HEAD.
+// TestBodyOfListPets checks whole bodies: of a page with animals, and of an empty page. A HEAD gets
+// the headers of the GET.
 func TestBodyOfListPets(t *testing.T) {
 	t.Parallel()
 	s := newShop(t)
@@ -308,7 +309,7 @@ func TestHeadersOfCreatePet(t *testing.T) {
 	for _, header := range []string{
 		`Content-Type: Application/JSON; charset="utf-16"`,
 		"Content-Encoding: gzip",
-		idempotencyKey("!" + strings.Repeat("~", 254)), // 255 bytes, of the least and the greatest
+		idempotencyKey("!" + strings.Repeat("~", 254)), // 255 bytes; ! and ~ are the outermost
 	} {
 		s.create(rex, header).want(t, 201)
 	}

@@ -409,7 +409,7 @@ func readFiles(t testing.TB, dir string) map[string]string {
 	return contents
 }
 
-// wantOnly checks that a folder has only files with these names.
+// wantOnly checks that a folder has files with these names, and no others.
 func wantOnly(t testing.TB, dir string, names ...string) {
 	t.Helper()
 	if got := slices.Sorted(maps.Keys(readFiles(t, dir))); !slices.Equal(got, names) {

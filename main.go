@@ -12,7 +12,8 @@
 //   - A client can repeat a create safely, with an Idempotency-Key (insert in store.go).
 //   - The members of a pet are stored exactly as they were sent, or the pet is refused (parseNewPet
 //     in handlers.go).
-//   - If files of the database are deleted or moved, no pet is lost (linkFiles in store.go).
+//   - If somebody deletes or moves files of an open database, no pet is lost (linkFiles in
+//     store.go).
 package main
 
 import (

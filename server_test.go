@@ -205,7 +205,7 @@ func TestInvalidHTTP(t *testing.T) {
 }
 
 // TestRawRequests sends requests as bytes. Each proves the rule that its name states. Most have no
-// API key, and so get 401. Most have a body that no handler reads: the client must be able to send
+// API key, and so get 401. Some have a body that no handler reads: the client must be able to send
 // all of it.
 func TestRawRequests(t *testing.T) {
 	t.Parallel()

@@ -368,8 +368,8 @@ func (s *store) open() error {
 // have written pets to it that it could not sync. SQLite reads them from the cache of the system,
 // so a repeat of their creates would get a 201, although a loss of power could still lose them.
 //
-// Each commit syncs the WAL, also that of a transaction that changes nothing: syncWAL writes the
-// schema version again. In a new database, this also creates the WAL and the -shm.
+// A commit syncs the WAL if the transaction has written something. So syncWAL writes the schema
+// version, which stays the same. In a new database, this also creates the WAL and the -shm.
 func (s *store) syncWAL() error {
 	_, err := s.writer.Exec(fmt.Sprintf("PRAGMA user_version = %d", len(migrations)))
 	return err
@@ -635,9 +635,9 @@ func sqliteCode(err error) int {
 }
 
 // The rest guards the files of the database. People and programs move, delete and replace files.
-// SQLite does not notice that, and goes on with the files that it has open. When it closes a file
-// that has no name any more, the animals in that are gone. The next start would make a new
-// database, and give their ids to other animals. So:
+// SQLite goes on with the files that it has open. When it closes a file that has no name any more,
+// the animals in that are gone. The next start would make a new database, and give their ids to
+// other animals. So:
 //   - While a file is not in its place, creates and checkHealth fail: see checkFiles.
 //   - While the service runs, and after a kill, each file has a second name: a hard link in a
 //     hidden folder. See linkFiles.
@@ -685,7 +685,7 @@ func (s *store) linkFiles() {
 
 // close waits until the batch in progress is stored, and closes the store. It returns an error if
 // the database or its -shm is not in its place, or files must be put back from the links.
-// Otherwise, it deletes the links.
+// Otherwise, it deletes the links, unless another program may need them.
 func (s *store) close() error {
 	s.writerMu.Lock()
 	defer s.writerMu.Unlock()

@@ -116,16 +116,16 @@ func TestBatches(t *testing.T) {
 
 	// Each of 20 clients sends five requests, two of them with the same Idempotency-Key.
 	var replies [20]struct{ first, same, refused, reused, withoutKey reply }
-	s.whileLocked(t, func(create func(r *reply, pet, key string)) {
-		for i := range replies {
-			r, k := &replies[i], fmt.Sprint(i)
-			create(&r.first, rex, k)
-			create(&r.same, rex, k)
-			create(&r.refused, zoe, k+"-zoe")
-			create(&r.reused, zoe, "used")
-			create(&r.withoutKey, rex, "")
-		}
-	})
+	waiting := s.lockOutCreates(t)
+	for i := range replies {
+		r, k := &replies[i], fmt.Sprint(i)
+		waiting.create(&r.first, rex, k)
+		waiting.create(&r.same, rex, k)
+		waiting.create(&r.refused, zoe, k+"-zoe")
+		waiting.create(&r.reused, zoe, "used")
+		waiting.create(&r.withoutKey, rex, "")
+	}
+	waiting.letIn()
 
 	for i, r := range replies {
 		t.Run(fmt.Sprint("client ", i), func(t *testing.T) {
@@ -153,11 +153,11 @@ func TestGroupCommit(t *testing.T) {
 	s := newService(t)
 	before := len(readFile(t, s.file+"-wal"))
 	var replies [40]reply
-	s.whileLocked(t, func(create func(r *reply, pet, key string)) {
-		for i := range replies {
-			create(&replies[i], rex, "")
-		}
-	})
+	waiting := s.lockOutCreates(t)
+	for i := range replies {
+		waiting.create(&replies[i], rex, "")
+	}
+	waiting.letIn()
 
 	for _, r := range replies {
 		r.want(t, 201)
@@ -169,33 +169,40 @@ func TestGroupCommit(t *testing.T) {
 	}
 }
 
-// whileLocked locks the database, and calls f. This begins to add animals by calls of create: a
-// pet, with an Idempotency-Key unless that is "". When the service has received all of them, the
-// lock ends. whileLocked returns when all have their replies.
-func (s *service) whileLocked(t *testing.T, f func(create func(r *reply, pet, key string))) {
-	t.Helper()
-	unlock := lock(t, s.file)
-	var arrived, answered sync.WaitGroup
-	f(func(r *reply, pet, key string) {
-		arrived.Add(1)
-		answered.Go(func() { *r = s.createSignalling(pet, key, arrived.Done) })
-	})
-	arrived.Wait()
-	unlock()
-	answered.Wait()
+// waitingCreates are creates that wait for a locked database.
+type waitingCreates struct {
+	service  *service
+	unlock   func()
+	arrived  sync.WaitGroup // the service has read their bodies
+	answered sync.WaitGroup
 }
 
-// createSignalling adds an animal, with an Idempotency-Key unless that is "". It calls arrived
-// once, when the service has read the body. From then on, this can only wait for the database.
-func (s *service) createSignalling(pet, key string, arrived func()) reply {
-	body := io.MultiReader(strings.NewReader(pet), atEnd(sync.OnceFunc(arrived)))
-	r := httptest.NewRequest("POST", "/v1/pets", body)
+// lockOutCreates locks the database, until letIn is called.
+func (s *service) lockOutCreates(t *testing.T) *waitingCreates {
+	t.Helper()
+	return &waitingCreates{service: s, unlock: lock(t, s.file)}
+}
+
+// create begins to add an animal, with an Idempotency-Key unless that is "". letIn sets r.
+func (w *waitingCreates) create(r *reply, pet, key string) {
+	w.arrived.Add(1)
+	arrived := sync.OnceFunc(w.arrived.Done)
+	body := io.MultiReader(strings.NewReader(pet), atEnd(arrived))
+	request := httptest.NewRequest("POST", "/v1/pets", body)
 	if key != "" {
-		r.Header.Set("Idempotency-Key", key)
+		request.Header.Set("Idempotency-Key", key)
 	}
-	resp := s.send(r)
-	resp.sent = key + " " + pet
-	return resp
+	w.answered.Go(func() {
+		*r = w.service.send(request)
+		r.sent = key + " " + pet
+	})
+}
+
+// letIn unlocks the database when all creates have arrived, and waits for their replies.
+func (w *waitingCreates) letIn() {
+	w.arrived.Wait()
+	w.unlock()
+	w.answered.Wait()
 }
 
 // atEnd is an empty io.Reader, which calls a function when it is read.
@@ -273,14 +280,14 @@ func TestFailedTransactions(t *testing.T) {
 			// The lookup must find a row, because fail is called once for each.
 			caller := sha256.Sum256([]byte(testKey))
 			execSQL(t, s.file, "INSERT INTO idempotency_keys VALUES (?, 'k', unixepoch(), '{}')", caller[:])
-			replaceByView(t, s.file, "idempotency_keys", "* FROM real WHERE fail('the lookup has failed')")
-		}, "the lookup has failed"},
+			replaceByView(t, s.file, "idempotency_keys", "* FROM real WHERE fail('no lookup')")
+		}, "no lookup"},
 		{"the insert of the animal", func(t *testing.T, s *service) {
-			beforeInsert(t, s.file, "pets", "iif(new.name = 'Rex', fail('the insert has failed'), 0)")
-		}, "the insert has failed"},
+			beforeInsert(t, s.file, "pets", "iif(new.name = 'Rex', fail('no animal'), 0)")
+		}, "no animal"},
 		{"the insert of the Idempotency-Key", func(t *testing.T, s *service) {
-			beforeInsert(t, s.file, "idempotency_keys", "fail('the insert has failed')")
-		}, "the insert has failed"},
+			beforeInsert(t, s.file, "idempotency_keys", "fail('no key')")
+		}, "no key"},
 		{"COMMIT", breakCommit, "FOREIGN KEY constraint failed"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
