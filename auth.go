@@ -56,8 +56,8 @@ func (k apiKeys) requireKey(next handler) handler {
 	}
 }
 
-// bearerToken returns the token of the Bearer scheme. given is false if there is no token, or more
-// than one Authorization header.
+// bearerToken returns the token of the Bearer scheme. given is false if there is no such token, or
+// more than one Authorization header.
 func bearerToken(header http.Header) (token string, given bool) {
 	values := header.Values("Authorization")
 	if len(values) != 1 {

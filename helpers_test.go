@@ -24,8 +24,8 @@ import (
 )
 
 // This file has the fixtures and helpers that most tests need. reply_test.go has the checks of
-// responses, and sabotage_test.go the ways in which tests let SQLite fail. The other files have the
-// tests, and what only they need:
+// responses, and sabotage_test.go the ways in which tests make SQLite fail. The other files have
+// the tests, and what only they need:
 //   - handlers_test.go: of handlers.go and auth.go.
 //   - server_test.go: of server.go. openapi_test.go: of openapi.json.
 //   - store_test.go (creates and reads), schema_test.go, backup_test.go and lost_files_test.go: of
@@ -49,7 +49,7 @@ const (
 	testKey, otherKey = "test-key", "other-key"         // API keys of a service in this process
 
 	// Messages of errors.
-	refused     = "a rule in the database of the shop refuses this animal"
+	breaksRule  = "a rule in the database of the shop refuses this animal"
 	unavailable = "the database is temporarily unavailable"
 )
 

@@ -3,20 +3,15 @@ package main
 import (
 	"database/sql/driver"
 	"errors"
-	"sync"
 	"testing"
 
 	"modernc.org/sqlite"
 )
 
-// This file has the ways in which tests let SQLite fail.
-
-// others is what await_others() waits for: see registerSQL.
-var others sync.WaitGroup
+// This file has the ways in which tests make SQLite fail.
 
 // registerSQL adds three SQL functions to SQLite: fail(message) returns an error, panic_now()
-// panics, and await_others() waits until as many calls wait as were added to others. Then it is
-// true.
+// panics, and await_others() waits for the other lists of TestListsOfAMovedDatabase, and is true.
 func registerSQL() {
 	register := func(name string, args int32, f func(args []driver.Value) error) {
 		sqlite.MustRegisterScalarFunction(name, args,
@@ -47,7 +42,7 @@ func beforeInsert(t *testing.T, file, table, call string) {
 	execSQL(t, file, "CREATE TRIGGER sabotage BEFORE INSERT ON "+table+" BEGIN SELECT "+call+"; END")
 }
 
-// breakCommit lets each COMMIT of an animal named Rex fail: with Rex, a trigger inserts a row that
+// breakCommit makes each COMMIT of an animal named Rex fail: with Rex, a trigger inserts a row that
 // refers to a missing animal, and SQLite checks such a deferred reference at COMMIT.
 func breakCommit(t *testing.T, s *service) {
 	t.Helper()

@@ -67,7 +67,7 @@ func (s *service) wantLine(t *testing.T, r reply, level, want string) {
 	}
 }
 
-// TestPanicInAHandler lets a handler panic: the request gets 500, and the next one is answered.
+// TestPanicInAHandler makes a handler panic: the request gets 500, and the next one is answered.
 func TestPanicInAHandler(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -372,7 +372,7 @@ func TestStopClosesASilentConnection(t *testing.T) {
 	})
 }
 
-// TestFailedAccept lets the listener fail once, as without file descriptors: the service must log
+// TestFailedAccept makes the listener fail once, as without file descriptors: the service must log
 // that as a warning, and go on.
 func TestFailedAccept(t *testing.T) {
 	t.Parallel()
@@ -385,7 +385,7 @@ func TestFailedAccept(t *testing.T) {
 	})
 }
 
-// TestClosedListener lets the listener fail for good: serve must return its error.
+// TestClosedListener makes the listener fail for good: serve must return its error.
 func TestClosedListener(t *testing.T) {
 	t.Parallel()
 	closed := &memoryListener{conns: make(chan net.Conn)}
@@ -500,7 +500,7 @@ type memoryListener struct {
 	closed atomic.Bool
 }
 
-// failAccept lets Accept fail once, and returns when it has.
+// failAccept makes Accept fail once, and returns when it has.
 func (l *memoryListener) failAccept() { l.conns <- nil }
 
 func (l *memoryListener) Accept() (net.Conn, error) {

@@ -134,7 +134,7 @@ func TestBatches(t *testing.T) {
 			}
 			r.first.want(t, 201)
 			r.same.wantRepeat(t, r.first)
-			r.refused.wantError(t, 400, "refused", refused)
+			r.refused.wantError(t, 400, "refused", breaksRule)
 			r.reused.want(t, 422)
 			r.withoutKey.want(t, 201)
 		})
@@ -267,7 +267,7 @@ func TestFullDatabase(t *testing.T) {
 	s.create(rex).want(t, 201)
 }
 
-// TestFailedTransactions lets transactions fail, each in another statement, which the cause in the
+// TestFailedTransactions makes transactions fail, each in another statement, which the cause in the
 // log tells. The animal must get 500, and not be stored. The next one must be.
 func TestFailedTransactions(t *testing.T) {
 	t.Parallel()
@@ -336,7 +336,7 @@ func TestFailedReads(t *testing.T) {
 	}
 }
 
-// TestPanicInSQLite lets requests panic in SQLite: the program must end with status 1, because the
+// TestPanicInSQLite makes requests panic in SQLite: the program must end with status 1, because the
 // connection may stay in use for ever.
 func TestPanicInSQLite(t *testing.T) {
 	t.Parallel()
