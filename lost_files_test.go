@@ -389,7 +389,8 @@ func TestDeletedSHM(t *testing.T) {
 }
 
 // TestMoveDuringACreate moves the database while a create waits for a lock: it must get 503. After
-// the stop, the moved file must have all animals, without the WAL.
+// the stop, the moved file must have all animals, and the WAL must be empty: SQLite would apply it
+// to that file when it is moved back.
 func TestMoveDuringACreate(t *testing.T) {
 	t.Parallel()
 	s := newService(t)
@@ -406,6 +407,9 @@ func TestMoveDuringACreate(t *testing.T) {
 		t.Fatalf("close = %v, want that animals are in the links", err)
 	}
 	wantPetCount(t, s.file+".away", 1)
+	if wal := readFile(t, s.file+"-wal"); wal != "" {
+		t.Fatalf("the WAL has %d bytes, want none", len(wal))
+	}
 }
 
 // others is what the SQL function await_others() waits for.

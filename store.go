@@ -700,7 +700,14 @@ func (s *store) close() error {
 	if moved != nil {
 		// To close a connection, SQLite does not copy the WAL to a database that was moved. A
 		// checkpoint does, so that this file has all animals. (If it fails, the WAL has them.)
-		s.writer.Exec("PRAGMA wal_checkpoint(FULL)")
+		mode := "FULL"
+		if errors.Is(moved, os.ErrNotExist) {
+			// Empty the WAL, too. If the database is used elsewhere, and then moved back, SQLite
+			// would apply an old WAL to it. (If another database has taken its place, somebody may
+			// have opened that with this -shm, which then is wrong.)
+			mode = "TRUNCATE"
+		}
+		s.writer.Exec("PRAGMA wal_checkpoint(" + mode + ")")
 	}
 	// The writer closes last, because a read-only connection cannot delete the WAL.
 	if err := errors.Join(s.readers.Close(), s.writer.Close()); err != nil {
