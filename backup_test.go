@@ -40,7 +40,7 @@ func TestBackup(t *testing.T) {
 }
 
 // TestRefusedBackups makes backups that must be refused, and leave no file behind. Each is a backup
-// of a database with one animal, after something has happened to its folder.
+// of a database with one animal, and most come after something has happened to its folder.
 func TestRefusedBackups(t *testing.T) {
 	t.Parallel()
 	const exists = `" exists already; name a new file`

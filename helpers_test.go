@@ -25,7 +25,7 @@ import (
 
 // This file has the fixtures and helpers that most tests need. reply_test.go has the checks of
 // responses, and sabotage_test.go the ways in which tests make SQLite fail. The other files have
-// the tests, and what only they need:
+// the tests, and more helpers beside them:
 //   - handlers_test.go: of handlers.go and auth.go.
 //   - server_test.go: of server.go. openapi_test.go: of openapi.json.
 //   - store_test.go (creates and reads), schema_test.go, backup_test.go and lost_files_test.go: of

@@ -331,7 +331,7 @@ func TestMovedFolder(t *testing.T) {
 	if status := p.wait(t); status != 1 {
 		t.Fatalf("the status of the stop is %d, want 1", status)
 	}
-	p.log.wantText(t, "animalstore: the database is not in its place")
+	p.log.wantText(t, "animalstore: the database is not in its place", "; look for its files in ")
 	wantRefusal(t, filepath.Dir(folder), withAPIKey, 1, "unable to open database file (14)",
 		"-addr", "127.0.0.1:0", "-db", file)
 	must(t, os.Rename(folder+".away", folder))
@@ -416,7 +416,8 @@ func TestMoveDuringACreate(t *testing.T) {
 var others sync.WaitGroup
 
 // TestListsOfAMovedDatabase sends four lists, each of which waits in SQLite for the others: so the
-// service needs four connections at a time. It must have opened them before the database was moved.
+// service needs four connections at a time, which is the least number that it has. It must have
+// opened them before the database was moved.
 func TestListsOfAMovedDatabase(t *testing.T) {
 	t.Parallel()
 	s := newService(t)

@@ -12,8 +12,8 @@
 //   - A client can repeat a create safely, with an Idempotency-Key (insert in store.go).
 //   - The members of a pet are stored exactly as they were sent, or the pet is refused (parseNewPet
 //     in handlers.go).
-//   - If somebody deletes or moves files of an open database, no pet is lost (linkFiles in
-//     store.go).
+//   - If somebody deletes or moves files of an open database, no pet is lost, because each has a
+//     hard link (linkFiles in store.go).
 package main
 
 import (

@@ -84,7 +84,7 @@ func TestDescriptions(t *testing.T) {
 		fmt.Sprintf("sent and read within %v seconds", writeTimeout.Seconds()),
 		fmt.Sprintf("closed %v seconds after its last response", idleTimeout.Seconds()),
 		fmt.Sprintf("end within %v seconds", shutdownTime.Seconds()),
-		// A create may wait for another create, which waits as long: see busyTimeout.
+		// A create may wait for another create, which waits as long: see create.
 		fmt.Sprintf("waits up to %v seconds, or up to %v behind",
 			busyTimeout.Seconds(), 2*busyTimeout.Seconds()),
 	}

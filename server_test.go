@@ -79,7 +79,7 @@ func TestPanicInAHandler(t *testing.T) {
 	s.log.wantText(t, "level=ERROR", "status=500", `error="panic: a mistake`, "server_test.go:")
 }
 
-// The tests of connections run on a service that serves in memory, under the fake clock of
+// All but one of the tests of connections run on a service in memory, under the fake clock of
 // testing/synctest (see inMemory). The clock stands still while anything runs, and otherwise goes
 // on to what happens next: a test that lets hours pass takes no time. The connections are pipes,
 // which hold nothing: a write returns when the other end has read it.

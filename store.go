@@ -694,7 +694,7 @@ func (s *store) close() error {
 		// Other programs may have changed the WAL since, and this -shm, the index of the WAL, does
 		// not know. To close a connection, SQLite would copy the WAL by this index, and damage the
 		// database. So leave the connections open, as a kill does.
-		return err
+		return fmt.Errorf("%w; look for its files in %q", err, filepath.Dir(linkOf(s.path)))
 	}
 	moved := s.checkFiles("") // the error if the database was moved
 	if moved != nil {
@@ -748,14 +748,15 @@ func checkLinks(path string) error {
 
 // mustPutBack reports whether files of the database at path must be put back from their links. It
 // looks at them in this order:
-//   - The database: yes, if it is another file than its link.
-//   - The -shm, if there is one: yes, if it is in its place and the WAL is not, or the other way
-//     round. They belong together. Another program may have the lost one open, and SQLite would
-//     damage the database.
-//   - The WAL: no, if it is in its place.
-//   - Both are gone. When the last connection of all programs closes, SQLite copies the WAL to the
-//     database, and deletes both. So yes, if the lost WAL has a greater id than the database. (It
-//     also has one after a kill in the middle of a commit, if another program closed last.)
+//   - The database: yes, if it is not the linked file.
+//   - The -shm, if there is one: yes, if only one of the -shm and the WAL is the linked file. They
+//     belong together. Another program may have the lost one open, and SQLite would damage the
+//     database.
+//   - The WAL: no, if it is the linked file.
+//   - Otherwise, neither is: when the last connection of all programs closes, SQLite copies the WAL
+//     to the database, and deletes both. So yes, if the linked WAL has a greater id than the
+//     database. (If a kill has interrupted a commit, and another program closed the last
+//     connection, the WAL has a greater id, too, although nothing is lost.)
 func mustPutBack(path string) (bool, error) {
 	link := linkOf(path)
 	_, err := os.ReadDir(filepath.Dir(link))

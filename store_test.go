@@ -12,7 +12,7 @@ import (
 	"time"
 )
 
-// TestIdempotencyKey adds Rex with the Idempotency-Key k, and then sends another request.
+// TestIdempotencyKey sends two or more creates, with the same Idempotency-Key or with others.
 func TestIdempotencyKey(t *testing.T) {
 	t.Parallel()
 	const inAnotherForm = `{"status":"available","categoryId":7,"n\u0061me":"Rex"}`
