@@ -249,12 +249,11 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// start starts the program with a database file, an environment and more args, and waits until it
-// serves. The program is killed at the end of the test: t.Context ends then, before the cleanups.
-func start(t testing.TB, file string, e env, args ...string) *process {
+// program returns a command that runs the program in a new folder, with an environment and args. It
+// is killed when ctx is done, and ends when this process does.
+func program(ctx context.Context, t testing.TB, e env, args ...string) *exec.Cmd {
 	t.Helper()
-	args = append([]string{"-addr", "127.0.0.1:0", "-db", file}, args...)
-	cmd := exec.CommandContext(t.Context(), os.Args[0], args...)
+	cmd := exec.CommandContext(ctx, os.Args[0], args...)
 	cmd.Dir = t.TempDir()
 	cmd.Env = []string{"ANIMALSTORE_PROCESS=1"} // see TestMain
 	for name, value := range e {
@@ -262,6 +261,15 @@ func start(t testing.TB, file string, e env, args ...string) *process {
 	}
 	_, err := cmd.StdinPipe() // is closed when this process ends: see TestMain
 	must(t, err)
+	return cmd
+}
+
+// start starts the program with a database file, an environment and more args, and waits until it
+// serves. The program is killed at the end of the test: t.Context ends then, before the cleanups.
+func start(t testing.TB, file string, e env, args ...string) *process {
+	t.Helper()
+	args = append([]string{"-addr", "127.0.0.1:0", "-db", file}, args...)
+	cmd := program(t.Context(), t, e, args...)
 	stderr, err := cmd.StderrPipe()
 	must(t, err)
 	must(t, cmd.Start())

@@ -156,17 +156,13 @@ func wantNotInItsPlace(t *testing.T, s *service) {
 // processes of their own: in one process, SQLite uses one -shm for all names of a database.
 func wantLost(t *testing.T, file string) {
 	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second) // in case it starts
+	defer cancel()
 	for _, args := range [][]string{
 		{"-addr", "127.0.0.1:0", "-db", file},
 		{"-db", file, "-backup", file + ".copy"},
 	} {
-		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second) // in case it starts
-		defer cancel()
-		cmd := exec.CommandContext(ctx, os.Args[0], args...)
-		cmd.Env = []string{"ANIMALSTORE_PROCESS=1", "API_KEYS=" + testKey}
-		_, err := cmd.StdinPipe() // see TestMain
-		must(t, err)
-		output, err := cmd.CombinedOutput()
+		output, err := program(ctx, t, withAPIKey, args...).CombinedOutput()
 		want := fmt.Sprintf("all animals are in %q", filepath.Dir(file)+"/.animals.db.links")
 		if err == nil || !strings.Contains(string(output), want) {
 			t.Fatalf("%q = %v, %s, want %s", args, err, output, want)

@@ -595,7 +595,6 @@ func newPool(path, mode string, size int) *sql.DB {
 		// wait, but fail.
 		"_txlock": {"immediate"},
 		"_pragma": {
-			fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()),
 			"synchronous(FULL)",
 			"fullfsync(ON)", // on macOS, fsync leaves data in the cache of the disk
 			"checkpoint_fullfsync(ON)",
@@ -607,11 +606,12 @@ func newPool(path, mode string, size int) *sql.DB {
 	return db
 }
 
-// newDB returns a database/sql.DB for the database at path. query has parameters of the driver: see
-// https://pkg.go.dev/modernc.org/sqlite#Driver.Open.
+// newDB returns a database/sql.DB for the database at path, whose statements wait for locks. query
+// has more parameters of the driver: see https://pkg.go.dev/modernc.org/sqlite#Driver.Open.
 func newDB(path, query string) *sql.DB {
 	// With _error_rc, an error has its own message, and not that of an earlier one.
-	name := "file:" + url.PathEscape(filepath.ToSlash(path)) + "?_error_rc=1&" + query
+	name := fmt.Sprintf("file:%s?_error_rc=1&_pragma=busy_timeout(%d)&%s",
+		url.PathEscape(filepath.ToSlash(path)), busyTimeout.Milliseconds(), query)
 	db, _ := sql.Open("sqlite", name) // fails only if there is no such driver
 	return db
 }
@@ -780,7 +780,7 @@ func mustPutBack(path string) (bool, error) {
 	os.Link(path, link)
 	// SQLite takes it for damage if an old WAL tells of fewer pages than the database has by now, but
 	// not with writable_schema.
-	withWAL, err := lastID(link, "mode=ro&_pragma=busy_timeout(2000)&_pragma=writable_schema(ON)")
+	withWAL, err := lastID(link, "mode=ro&_pragma=writable_schema(ON)")
 	if err != nil {
 		return false, err
 	}
